@@ -13,7 +13,10 @@ from workers.model.formats.decoder_config import decoder_shape
 from workers.model.formats.draft_vocabulary import MAPS, ends_sizes
 from workers.model.public_shapes import ConvolutionShape, MarkovShape, MaskedBlockShape, SelectorShape
 
-BLOCK_KEYS = frozenset(("mask_token_id", "is_causal", "causal", "use_swa", "attention_mode"))
+_FROM_ANCHOR, _BONUS_ANCHOR = "sample_from_anchor", "dspark_bonus_anchor"
+BLOCK_KEYS = frozenset(
+    ("mask_token_id", "is_causal", "causal", "use_swa", "attention_mode", _FROM_ANCHOR, _BONUS_ANCHOR)
+)
 """The keys of blocks that are read here and that may change the arithmetic."""
 _CONVOLUTION = ("conv_kernel_size", "conv_group_size")
 _SELECTOR = ("selector_rank", "selector_top_k")
@@ -43,7 +46,8 @@ def block_card(
 ) -> DraftDescription:
     """The card of a checkpoint whose own keys are in `config` and those of its layers in `body`.
 
-    Without a key that says so, there is neither a Markov head nor a confidence head. Raises `ModelLoadError`.
+    `predicts_next` is whether a slot predicts the token after it where no key says so. Without a key that says so,
+    there is neither a Markov head nor a confidence head. Raises `ModelLoadError`.
     """
     vocabulary, size = body.count("vocab_size"), body.count("hidden_size")
     config.allow("target_hidden_size", size)
@@ -51,6 +55,7 @@ def block_card(
     config.allow("causal", False)
     config.allow("use_swa", False)
     config.allow("attention_mode", "gqa")
+    predicts_next = _predicts_next(config, predicts_next)
     reduced = config.reduced_vocabulary(vocabulary)
     has_bias = body.flag("attention_bias")
     layers = replace(
@@ -89,6 +94,14 @@ def block_card(
         shape=shape,
         source=CONFIG,
     )
+
+
+def _predicts_next(config: Checkpoint, default: bool) -> bool:
+    """Whether a slot predicts the token after it. vLLM's key says whether the first slot predicts nothing."""
+    found = config.flag(_FROM_ANCHOR, not config.flag(_BONUS_ANCHOR, not default))
+    if config.flag(_BONUS_ANCHOR, not found) == found:
+        config.refuse(_BONUS_ANCHOR, f"it must be {not found} where {_FROM_ANCHOR} is {found}")
+    return found
 
 
 def _slots(config: Checkpoint) -> int:

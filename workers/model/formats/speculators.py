@@ -140,7 +140,7 @@ def _block(checkpoint: Checkpoint, taps: Sequence[Tap]) -> DraftDescription:
         Checkpoint(checkpoint.directory, {**unset, **given}),
         body,
         chosen,
-        predicts_next=checkpoint.flag("sample_from_anchor", _BLOCKS[kind]),
+        predicts_next=_BLOCKS[kind],
         target=_verifier(checkpoint),
     )
 

@@ -147,6 +147,14 @@ CASES = {
     "dflash, mask embedding": Case(DFLASH, public_drafts.block(), {}, mask=public_drafts.Draw(13).matrix(HIDDEN)),
     "dflash, fewer tokens": Case(DFLASH | REDUCED, public_drafts.block(vocabulary=DRAFTED), {}),
     "dspark": Case(DSPARK, public_drafts.spark(), SPARK),
+    "dflash, from anchor": Case(DFLASH | {"sample_from_anchor": True}, public_drafts.block(), {"predicts_next": True}),
+    "dflash, from anchor, nested": Case(
+        changed(DFLASH, sample_from_anchor=True), public_drafts.block(), {"predicts_next": True}
+    ),
+    "dspark, not from anchor": Case(
+        DSPARK | {"sample_from_anchor": False}, public_drafts.spark(), {"markov": "vanilla"}
+    ),
+    "dspark, by vLLM's key": Case(DSPARK | {"dspark_bonus_anchor": True}, public_drafts.spark(), {"markov": "vanilla"}),
     "dspark, gated": Case(
         DSPARK | {"markov_head_type": "gated"}, public_drafts.spark("gated"), SPARK | {"markov": "gated"}
     ),
@@ -159,6 +167,11 @@ CASES = {
     ),
     "dspark, fewer tokens": Case(DSPARK | REDUCED, public_drafts.spark(vocabulary=DRAFTED), SPARK),
     "dspark, no heads": Case(PLAIN, public_drafts.block(), {"predicts_next": True}),
+    "specforge, not from anchor": Case(
+        changed(SPECFORGE, sample_from_anchor=False),
+        public_drafts.spark("gated", confidence="none"),
+        {"markov": "gated"},
+    ),
     "specforge": Case(SPECFORGE, public_drafts.spark("gated", confidence="none"), SPARK | {"markov": "gated"}),
     "dflash2": Case(DFLASH2, public_drafts.second(), SECOND),
     "dflash2, scaled": Case(

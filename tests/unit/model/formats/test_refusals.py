@@ -59,6 +59,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"add_cross_attention": True}, "add_cross_attention in config.json: True is refused; it may change"),
         ({"residual_multiplier": 0.2}, "residual_multiplier in config.json: 0.2 is refused; it may change"),
         ({"quantization_config": {"bits": 4}}, "quantization_config in config.json: .* it is not supported"),
+        ({"sample_from_anchor": False}, "sample_from_anchor in config.json: False is refused; it may change"),
         ({"norm_output": "yes"}, "norm_output in config.json: 'yes' is refused; it must be true or false"),
         ({"hidden_size": "48"}, "hidden_size in config.json: '48' is refused; it must be a whole number"),
         (
@@ -271,6 +272,11 @@ def test_settings_of_dflash2(changes: dict[str, Any], message: str, tmp_path: Pa
         ({"target_layer_ids": None}, "target_layer_ids in config.json: None is refused; it must be set"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types .* all layers must be full_attention"),
         ({"is_causal": True}, "is_causal in config.json: True is refused; it must be False"),
+        ({"sample_from_anchor": "no"}, "sample_from_anchor in config.json: 'no' is refused; it must be true or false"),
+        (
+            {"sample_from_anchor": True, "dspark_bonus_anchor": True},
+            "dspark_bonus_anchor in config.json: True is refused; it must be False where sample_from_anchor is True",
+        ),
     ],
 )
 def test_settings_of_dspark(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
