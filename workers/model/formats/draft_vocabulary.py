@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _EMBEDDING, _HEAD = ENDS = ("embed_tokens.weight", "lm_head.weight")
 """Names of a draft's own embedding and head."""
+_BODY = "transformer_layer_config"
+"""The section of the decoder layers in configurations of `speculators`."""
 _OFFSETS, _IS_DRAFTED = MAPS = ("d2t", "t2d")
 """Names of the maps of a reduced vocabulary: row i of the head is the token `i + d2t[i]`, and `t2d[token]` says whether
 a token has a row."""
@@ -23,11 +25,13 @@ a token has a row."""
 def ends_sizes(checkpoint: Checkpoint, vocabulary: int, reduced: int, size: int, target_size: int) -> Sizes:
     """The sizes of the ends and maps that a checkpoint has or needs.
 
-    An absent embedding or head is the target's, which needs the target's width, and for a head all its tokens.
+    An absent embedding or head is the target's, which needs the target's width, and for a head all its tokens. An
+    absent head that is tied to the draft's own embedding needs all tokens alone.
     """
     wanted: Sizes = {}
     for name, rows in ((_EMBEDDING, vocabulary), (_HEAD, reduced)):
-        if name in checkpoint.sizes or size != target_size or rows != vocabulary:
+        is_other = size != target_size and not (name == _HEAD and _is_tied(checkpoint))
+        if name in checkpoint.sizes or is_other or rows != vocabulary:
             wanted[name] = (rows, size)
     if reduced < vocabulary:
         wanted[_OFFSETS] = (reduced,)
@@ -54,7 +58,15 @@ def read_with_ends(
     if card.vocabulary_size is not None:
         vocabulary = _tokens(checkpoint, found[_OFFSETS], found.get(_IS_DRAFTED), card.target_vocabulary_size)
     tensors = {name: found[own] for name, own in names.items()}
-    return DraftWeights(tensors, vocabulary, found.get(_EMBEDDING), found.get(_HEAD))
+    head = found[_EMBEDDING] if _is_tied(checkpoint) else found.get(_HEAD)
+    return DraftWeights(tensors, vocabulary, found.get(_EMBEDDING), head)
+
+
+def _is_tied(checkpoint: Checkpoint) -> bool:
+    """Whether a draft's own embedding is its head: it has no head, and the configuration ties them."""
+    parts = (checkpoint, checkpoint.nested(_BODY))
+    has_one_end = _EMBEDDING in checkpoint.sizes and _HEAD not in checkpoint.sizes
+    return has_one_end and any(part.flag("tie_word_embeddings") for part in parts)
 
 
 def _tokens(checkpoint: Checkpoint, offsets: Tensor, is_drafted: Tensor | None, size: int) -> Tensor:

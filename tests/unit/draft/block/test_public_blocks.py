@@ -87,7 +87,8 @@ class Case:
         """The published pass."""
         embedding = self.tensors.get("embed_tokens.weight", shown.embedding)
         mask = embedding[MASK] if self.mask is None else self.mask
-        return MaskedBlock(self.tensors, embedding, shown.head, mask, **self.reading)
+        head = embedding if self.config.get("tie_word_embeddings") else shown.head
+        return MaskedBlock(self.tensors, embedding, head, mask, **self.reading)
 
     def read(self, shown: Shown) -> list[Tensor]:
         """The hidden states that the checkpoint was made for."""
@@ -167,6 +168,9 @@ CASES = {
     ),
     "dspark, fewer tokens": Case(DSPARK | REDUCED, public_drafts.spark(vocabulary=DRAFTED), SPARK),
     "dspark, no heads": Case(PLAIN, public_drafts.block(), {"predicts_next": True}),
+    "dspark, no heads, tied": Case(
+        PLAIN | {"tie_word_embeddings": True}, public_drafts.block() | OWN, {"predicts_next": True}
+    ),
     "specforge, not from anchor": Case(
         changed(SPECFORGE, sample_from_anchor=False),
         public_drafts.spark("gated", confidence="none"),

@@ -105,7 +105,7 @@ class Case:
         embedding = self.tensors.get("embed_tokens.weight", shown.embedding)
         if self.states is None:
             return Eagle1(self.tensors, embedding, shown.head, **self.reading)
-        return Eagle3(self.tensors, embedding, **self.reading)
+        return Eagle3({"lm_head.weight": embedding, **self.tensors}, embedding, **self.reading)
 
     def read(self, shown: Shown) -> list[Tensor]:
         """The hidden states that the checkpoint was made for."""
@@ -125,6 +125,10 @@ def joint(tensors: Tensors) -> Tensors:
     return tensors | {"input_norm.weight": public_drafts.Draw(8).norm(3 * HIDDEN)}
 
 
+def without_ends(tensors: Tensors) -> Tensors:
+    return {name: value for name, value in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+
+
 CASES = {
     "eagle 1": Case(LLAMA, public_drafts.eagle1(), {}, None),
     "eagle 1, own base": Case(
@@ -139,6 +143,7 @@ CASES = {
     "authors": Case(AUTHORS, public_drafts.eagle3(), {}),
     "authors, torch file": Case(AUTHORS, public_drafts.eagle3(), {}, file="pytorch_model.bin"),
     "own embedding": Case(AUTHORS, public_drafts.eagle3() | OWN, {}),
+    "own embedding, tied": Case(LLAMA | {"tie_word_embeddings": True}, without_ends(public_drafts.eagle3()) | OWN, {}),
     "own base": Case(AUTHORS | {"rope_theta": 700.0}, public_drafts.eagle3(), {"body": Body(theta=700.0)}),
     "layers named": Case(
         AUTHORS | {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}, public_drafts.eagle3(), {}, (1, 3, 6)
