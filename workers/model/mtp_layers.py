@@ -81,6 +81,11 @@ _OF_SPECULATORS = (
 )
 _UNREAD_LAYOUTS = {"model.mtp.": "the layout of MiMo-V2, whose windows and sinks are not computed"}
 """Prefixes of layers that are known and not computed here."""
+_HIDDEN_FIRST = "mtp_hidden_states_first"
+_FIXED = {_HIDDEN_FIRST: False, "attn_output_gate": True, "output_gate_type": "swish"}
+"""Keys of a decoder layer in the format of `speculators`, with the only value of each that is computed here."""
+_OLDER_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "full_attention_interval")
+"""Keys that `transformers` reads and stores under other names."""
 _EXPERTS = re.compile(r"(?P<before>.*\.experts\.)(?P<part>gate_up_proj|down_proj)")
 """The matrices of all experts in one tensor, as `transformers` has them."""
 _FLOAT32 = "e_score_correction_bias"
@@ -133,10 +138,16 @@ def load_mtp_layer(
         if checkpoint.sizes[name] != wanted:
             checkpoint.fail(f"{name} must be {list(wanted)}, not {list(checkpoint.sizes[name])}")
         found[part] = read(name) if part == "projection" else _norm(type(decoder.norm), config, read(name))
-    if layout.is_hidden_first:
+    if _is_hidden_first(layout, config):
         found["projection"] = found["projection"].roll(size, dims=1)
     block.eval().requires_grad_(False)
     return MtpLayer(config=config, block=block, rotary=type(decoder.rotary_emb)(config).to(device), **found)
+
+
+def _is_hidden_first(layout: MtpLayout, config: PreTrainedConfig) -> bool:
+    """Whether the projection takes the hidden state before the embedding; a key of the configuration may say so."""
+    stated = getattr(config, _HIDDEN_FIRST, None)
+    return layout.is_hidden_first if stated is None else bool(stated)
 
 
 def _norm(kind: type[nn.Module], config: PreTrainedConfig, weight: Tensor) -> nn.Module:
@@ -165,11 +176,22 @@ def _nested_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     body = checkpoint.nested("transformer_layer_config")
     if body.model_type not in CONFIG_MAPPING:
         body.refuse("model_type", "it must be a family of transformers")
+    _check_body(body, CONFIG_MAPPING[body.model_type]())
     try:
         found: PreTrainedConfig = CONFIG_MAPPING[body.model_type](**body.config).get_text_config()
     except (TypeError, ValueError) as error:
         checkpoint.fail(f"transformer_layer_config in config.json: {error}")
     return found
+
+
+def _check_body(body: Checkpoint, family: PreTrainedConfig) -> None:
+    """Raise `ModelLoadError` for a key that may change the arithmetic and that the family, here unset, does not read."""
+    for key, value in _FIXED.items():
+        body.allow(key, value)
+    body.refuse_unknown_keys({*family.to_dict(), *family.attribute_map, *_OLDER_KEYS, *_FIXED})
+    text = family.get_text_config()
+    if text is not family and text.base_config_key:
+        _check_body(body.nested(text.base_config_key), text)
 
 
 def _own_tensors(

@@ -28,7 +28,7 @@ _MOST_LAYERS = 1024
 _ARITHMETIC = re.compile(
     r"norm|bias|caus|scal|rope|rotary|cap|sink|window|swa|mult|conv|gate|expert|moe|residual|attn|attention|logit"
     r"|_act|act_|parallel|mask|interleav|neox|offset|layer_types|layer_ids|quant"
-    r"|from_anchor|bonus_anchor"
+    r"|from_anchor|bonus_anchor|states_first"
 )
 """Names of configuration keys that may change what a model computes."""
 _NEUTRAL = frozenset(

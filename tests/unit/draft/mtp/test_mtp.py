@@ -108,8 +108,11 @@ class Shown:
             return self.oracle.shared_head(outputs)
 
 
-def show(family: str, directory: Path) -> Shown:
-    tiny.save(directory, mtp_targets.config(family))
+def show(family: str, directory: Path, **keys: Any) -> Shown:
+    """`keys` are further ones of the target's configuration."""
+    config = mtp_targets.config(family)
+    config.update(keys)
+    tiny.save(directory, config)
     mtp_targets.add_layer(directory, sureness=16.0)
     model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]
@@ -171,6 +174,17 @@ def test_hidden_states_and_logits_are_those_of_transformers(shown: Shown) -> Non
         torch.testing.assert_close(mine, wanted, **CLOSE)
         logits = shown.logits(wanted)
         torch.testing.assert_close(head.logits(mine), logits, rtol=1e-5, atol=1e-6 * float(logits.abs().max()))
+
+
+def test_the_configuration_may_say_that_the_hidden_state_comes_first(tmp_path: Path) -> None:
+    shown = show("glm4_moe", tmp_path, mtp_hidden_states_first=True)
+    head = loaded(shown.directory)
+    window = ContextWindow(head.context_shape, CPU)
+    piece = committed_piece(window, 0, TOKENS[1 : KNOWN + 1], 1 << 20)
+    with torch.inference_mode():
+        mine = head.run(head.features(shown.last.unsqueeze(1)), [replace(piece, wanted=range(KNOWN))])
+
+    torch.testing.assert_close(mine, shown.published(shown.final, TOKENS[1 : KNOWN + 1]), **CLOSE)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", pytest.param("mimo", marks=pytest.mark.slow)])

@@ -125,6 +125,7 @@ def test_the_format_chooses_the_method(tmp_path: Path) -> None:
         ({"num_centroids": 64}, {}, "num_centroids in config.json: 64 is refused"),
         ({"draft_vocab_size": 64}, {}, "draft_vocab_size in config.json: 64 is refused; it must be 96"),
         ({"norm_before_fc": True}, {}, "norm_before_fc in config.json: True is refused"),
+        ({"mtp_hidden_states_first": True}, {}, "mtp_hidden_states_first in config.json: True is refused; it may"),
         ({}, {"lm_head.weight": torch.zeros(2)}, r"have \['lm_head.weight'\] in excess, beside mtp_layers.0.\*"),
         ({}, {"mtp_layers.0.odd.weight": torch.zeros(2)}, r"has \['odd.weight'\] in excess"),
         ({}, {"mtp_layers.0.input_proj.weight": torch.zeros(2)}, r"input_proj.weight must be \[64, 128\], not \[2\]"),
@@ -141,6 +142,40 @@ def test_refusals(config: Mapping[str, Any], tensors: Mapping[str, Tensor], mess
     save_file(load_file(draft / "model.safetensors") | dict(tensors), draft / "model.safetensors")
     with pytest.raises(ModelLoadError, match=message):
         outputs(target, str(draft), torch.zeros(KNOWN, 1, 64))
+
+
+def with_body(target: Path, directory: Path, key: str, value: object) -> Path:
+    """The target's layer with a key in the configuration of its decoder layer."""
+    body = json.loads((target / "config.json").read_text()) | {key: value}
+    return converted(target, directory, transformer_layer_config=body)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("mtp_hidden_states_first", True),
+        ("attn_output_gate", False),
+        ("residual_multiplier", 0.5),
+        ("use_qk_norm", False),
+    ],
+)
+def test_a_key_that_the_family_does_not_read(key: str, value: object, tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target")
+    draft = with_body(target, tmp_path / "draft", key, value)
+    with pytest.raises(ModelLoadError, match=rf"transformer_layer_config.{key} in config.json: {value} is refused"):
+        outputs(target, str(draft), torch.zeros(KNOWN, 1, 64))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("mtp_hidden_states_first", False), ("attn_output_gate", True), ("full_attention_interval", 4)],
+)
+def test_a_key_without_an_effect(key: str, value: object, tmp_path: Path) -> None:
+    target = target_of(tmp_path / "target")
+    draft = with_body(target, tmp_path / "draft", key, value)
+    taps = torch.randn(KNOWN, 1, 64, generator=torch.Generator().manual_seed(2))
+    for mine, own in zip(outputs(target, str(draft), taps), outputs(target, "", taps), strict=True):
+        assert torch.equal(mine, own)
 
 
 @pytest.mark.slow
