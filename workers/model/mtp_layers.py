@@ -20,6 +20,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from cluster.core.errors import shorten
 from workers.model.formats.checkpoint import Checkpoint
+from workers.model.stored.fp8 import Fp8
+from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint
 from workers.model.target_ends import read_config
 
 
@@ -118,17 +120,21 @@ def load_mtp_layer(
     stored_in = draft or directory
     checkpoint = Checkpoint.read(stored_in)
     config = read_config(directory).get_text_config() if draft is None else _nested_config(checkpoint)
-    layout, names = _own_tensors(checkpoint, config, LAYOUTS if draft is None else _OF_SPECULATORS)
+    quantized = _quantized(checkpoint)
+    layout, names = _own_tensors(checkpoint, quantized, config, LAYOUTS if draft is None else _OF_SPECULATORS)
     parts = {part: names.pop(name) for name, part in layout.parts.items()}
     names = {name.removeprefix(layout.block): stored for name, stored in names.items()}
     config = _of_one_layer(config, attention, has_experts=any(name.startswith("mlp.experts.") for name in names))
     with torch.device("meta"):
         decoder: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention).get_decoder()
     block = decoder.layers[0]
-    stored = checkpoint.weights([*names.values(), *parts.values()], mapped=True)  # of a target: they may be large
+    own = [*names.values(), *parts.values()]
+    plain = [name for name in own if quantized is None or not quantized.is_quantized(name)]
+    stored = checkpoint.weights(plain, mapped=True)  # of a target: they may be large
 
     def read(name: str) -> Tensor:
-        return stored[name].to(device, torch.float32 if name.endswith(_FLOAT32) else dtype)
+        found = stored[name] if name in stored or quantized is None else quantized.matrix(name).dequantized()
+        return found.to(device, torch.float32 if name.endswith(_FLOAT32) else dtype)
 
     block.load_state_dict(_block_state(checkpoint, block, names, read), assign=True)
     size = int(config.hidden_size)
@@ -185,7 +191,7 @@ def _nested_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def _check_body(body: Checkpoint, family: PreTrainedConfig) -> None:
-    """Raise `ModelLoadError` for a key that may change the arithmetic and that the family, here unset, does not read."""
+    """Raise `ModelLoadError` for a key that may change the arithmetic and that the family, here unset, ignores."""
     for key, value in _FIXED.items():
         body.allow(key, value)
     body.refuse_unknown_keys({*family.to_dict(), *family.attribute_map, *_OLDER_KEYS, *_FIXED})
@@ -194,10 +200,27 @@ def _check_body(body: Checkpoint, family: PreTrainedConfig) -> None:
         _check_body(body.nested(text.base_config_key), text)
 
 
+def _quantized(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
+    """The reader of a checkpoint of 8-bit floats; `None` for plain weights. Raises `ModelLoadError` for other ones."""
+    key = "quantization_config"
+    if checkpoint.config.get(key) is None:
+        return None
+    found = QuantizedCheckpoint(checkpoint.directory)
+    if not isinstance(found.format, Fp8):
+        checkpoint.refuse(key, "the layer for multi-token prediction must be plain or in FP8")
+    return found
+
+
 def _own_tensors(
-    checkpoint: Checkpoint, config: PreTrainedConfig, layouts: Sequence[MtpLayout]
+    checkpoint: Checkpoint,
+    quantized: QuantizedCheckpoint | None,
+    config: PreTrainedConfig,
+    layouts: Sequence[MtpLayout],
 ) -> tuple[MtpLayout, dict[str, str]]:
-    """The layout, and the names in the files of the layer's tensors by their names in it. Raises `ModelLoadError`."""
+    """The layout, and the names in the files of the layer's tensors by their names in it, without scales.
+
+    Raises `ModelLoadError`.
+    """
     prefixes = {one: one.prefix.replace("N", str(config.num_hidden_layers)) for one in layouts}
     layout = next((one for one, prefix in prefixes.items() if _has(checkpoint, prefix)), None)
     if layout is None:
@@ -207,11 +230,14 @@ def _own_tensors(
         known = "; ".join(f"{one.families} store it as {prefix}*" for one, prefix in prefixes.items())
         checkpoint.fail(f"it has no layer for multi-token prediction, which draft.method=mtp needs; {known}")
     prefix = prefixes[layout]
-    names = {one.removeprefix(prefix): one for one in checkpoint.sizes if one.startswith(prefix)}
+    names = {
+        one.removeprefix(prefix): one
+        for one in checkpoint.sizes
+        if one.startswith(prefix) and (quantized is None or quantized.matrix_of(one) in (None, one))
+    }
     missing = sorted(layout.parts.keys() - names.keys())
     if missing:
         checkpoint.fail(f"its layer for multi-token prediction lacks {', '.join(prefix + one for one in missing)}")
-    checkpoint.allow("quantization_config")
     return layout, {name: stored for name, stored in names.items() if name not in layout.copies}
 
 

@@ -25,7 +25,7 @@ from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ModelLoadError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
-from tests.support.models import mtp_targets, tiny
+from tests.support.models import mtp_targets, quantized, tiny
 from tests.support.models.drafting_evidence import drafter_of, shown_states
 from tests.support.models.mtp_targets import FAMILIES, LAYERS, OTHERS, names_of
 from workers.draft.common.modules.context_window import ContextWindow
@@ -176,13 +176,17 @@ def test_hidden_states_and_logits_are_those_of_transformers(shown: Shown) -> Non
         torch.testing.assert_close(head.logits(mine), logits, rtol=1e-5, atol=1e-6 * float(logits.abs().max()))
 
 
+def outputs(head: MtpPass, shown: Shown) -> Tensor:
+    """The layer's outputs for the committed text, in one pass."""
+    piece = committed_piece(ContextWindow(head.context_shape, CPU), 0, TOKENS[1 : KNOWN + 1], 1 << 20)
+    with torch.inference_mode():
+        return head.run(head.features(shown.last.unsqueeze(1)), [replace(piece, wanted=range(KNOWN))])
+
+
 def test_the_configuration_may_say_that_the_hidden_state_comes_first(tmp_path: Path) -> None:
     shown = show("glm4_moe", tmp_path, mtp_hidden_states_first=True)
-    head = loaded(shown.directory)
-    window = ContextWindow(head.context_shape, CPU)
-    piece = committed_piece(window, 0, TOKENS[1 : KNOWN + 1], 1 << 20)
-    with torch.inference_mode():
-        mine = head.run(head.features(shown.last.unsqueeze(1)), [replace(piece, wanted=range(KNOWN))])
+
+    mine = outputs(loaded(shown.directory), shown)
 
     torch.testing.assert_close(mine, shown.published(shown.final, TOKENS[1 : KNOWN + 1]), **CLOSE)
 
@@ -193,11 +197,7 @@ def test_nothing_that_may_be_read_wrongly_without_a_word_gives_the_same(family: 
     shown = show(family, tmp_path)
     oracle = shown.oracle
     assert isinstance(oracle, LayerOracle)
-    head = loaded(shown.directory)
-    window = ContextWindow(head.context_shape, CPU)
-    piece = committed_piece(window, 0, TOKENS[1 : KNOWN + 1], 1 << 20)
-    with torch.inference_mode():
-        mine = head.run(head.features(shown.last.unsqueeze(1)), [replace(piece, wanted=range(KNOWN))])
+    mine = outputs(loaded(shown.directory), shown)
     following = TOKENS[1 : KNOWN + 1]
 
     def differs(features: Tensor = shown.final, tokens: Sequence[int] = following) -> bool:
@@ -298,10 +298,55 @@ def test_refusals(
         loaded(tmp_path)
 
 
-def test_a_quantized_checkpoint_is_refused(numbered: Shown, tmp_path: Path) -> None:
-    config = json.loads((numbered.directory / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    save_file(load_file(numbered.directory / "model.safetensors"), tmp_path / "model.safetensors")
+def written(directory: Path, like: Path, weights: dict[str, Tensor], **config: Any) -> Path:
+    """A checkpoint with the configuration of another, further keys, and other weights."""
+    directory.mkdir(exist_ok=True)
+    own = json.loads((like / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(own | config))
+    save_file({name: value.contiguous() for name, value in weights.items()}, directory / "model.safetensors")
+    return directory
 
-    with pytest.raises(ModelLoadError, match=r"quantization_config in config.json: .* is not supported"):
-        loaded(tmp_path)
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_a_layer_of_8_bit_floats_is_dequantized(family: str, tmp_path: Path) -> None:
+    """Its matrices are in blocks, the last ones smaller, and the matrix that chooses experts is plain."""
+    shown, prefix = show(family, tmp_path / "whole"), f"model.layers.{LAYERS}." if family in FAMILIES else "mtp."
+    small, meant, quantize = dict[str, Tensor](), dict[str, Tensor](), quantized.fp8(16, 32)
+    for name, value in load_file(shown.directory / "model.safetensors").items():
+        is_plain = not name.startswith(prefix) or value.dim() == 1 or name.endswith("mlp.gate.weight")
+        if is_plain or name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
+            small[name] = meant[name] = value
+            continue
+        parts, meant[name] = quantize(value)
+        small |= {f"{name.removesuffix('weight')}{part}": numbers for part, numbers in parts.items()}
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 32]}
+
+    found = loaded(written(tmp_path / "small", shown.directory, small, quantization_config=settings))
+
+    wanted = loaded(written(tmp_path / "meant", shown.directory, meant))
+    assert len(small) > len(meant) + 10
+    torch.testing.assert_close(outputs(found, shown), outputs(wanted, shown), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quantization_config in config.json: .* must be plain or in FP8"),
+        ({"quant_method": "exl3"}, "quantization_config.quant_method is 'exl3'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; it must be e4m3"),
+    ],
+)
+def test_another_quantization_is_refused(config: dict[str, Any], message: str, numbered: Shown, tmp_path: Path) -> None:
+    weights = load_file(numbered.directory / "model.safetensors")
+
+    with pytest.raises(ModelLoadError, match=message):
+        loaded(written(tmp_path, numbered.directory, weights, quantization_config=config))
+
+
+def test_8_bit_floats_without_a_scale_are_refused(numbered: Shown, tmp_path: Path) -> None:
+    name = f"model.layers.{LAYERS}.self_attn.q_proj.weight"
+    weights = load_file(numbered.directory / "model.safetensors")
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+
+    with pytest.raises(ModelLoadError, match=rf"{name} is torch.float8_e4m3fn; it must be float32"):
+        loaded(written(tmp_path, numbered.directory, weights, quantization_config={"quant_method": "fp8"}))
