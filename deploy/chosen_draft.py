@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,8 +15,13 @@ from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from deploy.packaged_drafts import packaged_drafts
 from workers.draft.registry import METHODS
 from workers.model.draft_card import LAYERS
+from workers.model.formats.eagle3_layout import PARALLEL_KEYS
 from workers.model.formats.hub import draft_description
 from workers.model.formats.registry import find_format
+from workers.model.public_shapes import MASK_HIDDEN, Sizes
+from workers.model.weight_files import config_values
+
+logger = logging.getLogger(__name__)
 
 _OPTION = "--speculative-config"
 _METHODS = {
@@ -34,6 +41,12 @@ _COUNTS = ("max_depth", "max_nodes")
 _LOOKUPS = ("ngram", "suffix")
 _WITHOUT_MODEL = ("mtp", *_LOOKUPS)
 """Methods that need no model; the layer of `mtp` may be in the target's own checkpoint."""
+_PARALLEL = "parallel_drafting"
+_WITHOUT_EFFECT = (
+    *("attention_backend", "disable_padded_drafter_batch", "enforce_eager", "max_model_len", "moe_backend"),
+    "use_local_argmax_reduction",
+)
+"""Keys of vLLM that say how it computes a draft, or up to what length of a text, and not which one."""
 _OLDER_MTP = ("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp")
 """Older names of vLLM for `mtp`, one for each family."""
 
@@ -69,8 +82,7 @@ def chosen_draft(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[st
 
 def _kind(path: str, revision: str | None) -> str:
     """The kind of a draft; a directory with no format of drafts holds a model of its own."""
-    packaged = packaged_drafts().get(path)
-    directory, sizes = draft_description(path, revision) if packaged is None else (packaged, None)
+    directory, sizes = _description(path, revision)
     found = find_format(directory, sizes)
     if found is None:
         if not (directory / "config.json").is_file():
@@ -79,10 +91,27 @@ def _kind(path: str, revision: str | None) -> str:
     return found[0].kind(found[1])
 
 
+def _description(path: str, revision: str | None) -> tuple[Path, Sizes | None]:
+    """What tells the format of a draft, which may be a packaged one; see `draft_description`."""
+    packaged = packaged_drafts().get(path)
+    return draft_description(path, revision) if packaged is None else (packaged, None)
+
+
+def _is_parallel(path: str, revision: str | None) -> bool:
+    """Whether one pass of a draft predicts all of its tokens: PARD, P-EAGLE, and blocks. Raises `ModelLoadError`."""
+    directory, sizes = _description(path, revision)
+    found = find_format(directory, sizes)
+    if found is None:
+        return any(config_values(directory).get(key) is not None for key in PARALLEL_KEYS)
+    return found[0].kind(found[1]) == _METHODS["dflash"] or MASK_HIDDEN in found[1].sizes
+
+
 def from_speculative_config(text: str) -> list[str]:
     """The assignments that vLLM's option stands for, each `key=value`. Raises `ConfigurationError`.
 
-    A draft has at most `num_speculative_tokens` nodes, as in vLLM, where all of them are one path.
+    A draft has at most `num_speculative_tokens` nodes, as in vLLM, where all of them are one path. Keys that change
+    nothing here are logged. With `parallel_drafting`, the configuration of the draft is fetched, which blocks, and
+    `ModelLoadError` is raised for a draft that cannot be found.
     """
     try:
         given = json.loads(text, object_pairs_hook=_without_duplicates)
@@ -119,19 +148,32 @@ def _assignments(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if method is not None:
         yield "draft.method", _METHODS[method]
     if method not in _LOOKUPS and model is not None:
+        revision = _text("revision", given.pop("revision")) if "revision" in given else None
         yield "draft.path", _text("model", model)
-        if "revision" in given:
-            yield "draft.revision", _text("revision", given.pop("revision"))
+        if revision is not None:
+            yield "draft.revision", revision
+        if given.get(_PARALLEL) is True and _is_parallel(model, revision):
+            del given[_PARALLEL]
     if count is not None:
         most = min(_bounds(DraftSection, name)[1] for name in _COUNTS)
         yield from ((f"draft.{name}", _number("num_speculative_tokens", count, 1, most)) for name in _COUNTS)
     if method == "ngram":
         yield from _lookup_lengths(given.pop("prompt_lookup_max", None), given.pop("prompt_lookup_min", None))
-    ranks = given.pop("draft_tensor_parallel_size", 1)
+    _check_others(given)
+
+
+def _check_others(given: dict[str, Any]) -> None:
+    """Log the keys that change nothing here. Raises `ConfigurationError` for other ones."""
+    ranks, parallel = given.pop("draft_tensor_parallel_size", 1), given.pop(_PARALLEL, False)
     if type(ranks) is not int or ranks != 1:
         raise _refused("draft_tensor_parallel_size", ranks, "1; drafts are made on one device")
+    if parallel is not False:
+        raise _refused(_PARALLEL, parallel, "false or unset; one pass makes drafts of PARD, P-EAGLE and blocks alone")
     for key, value in given.items():
-        raise _refused(key, value, "left out; no setting here means the same")
+        if key not in _WITHOUT_EFFECT:
+            raise _refused(key, value, "left out; no setting here means the same")
+    for key, value in given.items():
+        logger.warning("%s %s: %s is ignored; it changes nothing here", _OPTION, key, shorten(value))
 
 
 def _refused(key: str, value: object, bound: str) -> ConfigurationError:

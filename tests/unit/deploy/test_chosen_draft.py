@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from deploy.chosen_draft import from_speculative_config
@@ -168,6 +170,46 @@ class TestOptionOfVllm:
         assert from_speculative_config('{"method": "ngram", "model": "[ngram]"}') == ['draft.method="ngram"']
 
     @pytest.mark.parametrize(
+        ("config", "weights"),
+        [
+            (LLAMA | {"pard_token": 95}, {"model.norm.weight": torch.zeros(48)}),
+            (
+                public_drafts.speculators_config(speculators_model_type="peagle", mask_token_id=95),
+                public_drafts.peagle(),
+            ),
+            (LLAMA | {"ptd_token_id": 95, "num_hidden_layers": 2}, public_drafts.peagle("midlayer.")),
+            (public_drafts.DFLASH, public_drafts.block()),
+        ],
+        ids=["pard", "speculators", "specforge", "dflash"],
+    )
+    def test_parallel_drafting_is_for_drafts_of_one_pass(
+        self, config: dict[str, Any], weights: dict[str, torch.Tensor], eagle3: Path, tmp_path: Path
+    ) -> None:
+        public_drafts.write(tmp_path, config, weights)
+        given = {"model": str(tmp_path), "num_speculative_tokens": 4, "parallel_drafting": True}
+
+        assert from_speculative_config(json.dumps(given))[0] == f'draft.path="{tmp_path}"'
+        assert from_speculative_config(json.dumps(given | {"model": str(eagle3), "parallel_drafting": False}))
+        with pytest.raises(ConfigurationError, match="parallel_drafting: True is refused; it must be false or unset"):
+            from_speculative_config(json.dumps(given | {"model": str(eagle3)}))
+
+    def test_keys_that_change_nothing_here_are_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        given = {
+            "method": "ngram",
+            "max_model_len": 2048,
+            "enforce_eager": True,
+            "disable_padded_drafter_batch": True,
+            "attention_backend": "FLASH_ATTN",
+            "draft_tensor_parallel_size": 1,
+        }
+
+        assert from_speculative_config(json.dumps(given)) == ['draft.method="ngram"']
+
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == 4
+        assert told[0] == "--speculative-config max_model_len: 2048 is ignored; it changes nothing here"
+
+    @pytest.mark.parametrize(
         ("text", "message"),
         [
             ("{", "--speculative-config: needed a JSON object"),
@@ -179,7 +221,12 @@ class TestOptionOfVllm:
                 '{"method": "ngram", "model": "a/b"}',
                 "model: 'a/b' is refused; it must be unset; ngram drafts without a model",
             ),
-            ('{"model": "a/b", "disable_padded_drafter_batch": true}', "disable_padded_drafter_batch: True is refused"),
+            ('{"model": "a/b", "rejection_sample_method": "block"}', "rejection_sample_method: 'block' is refused"),
+            ('{"method": "mtp", "parallel_drafting": true}', "parallel_drafting: True is refused; it must be false or"),
+            (
+                '{"method": "ngram", "parallel_drafting": 1}',
+                "parallel_drafting: 1 is refused; it must be false or unset",
+            ),
             (
                 '{"model": "a/b", "draft_tensor_parallel_size": 2}',
                 "draft_tensor_parallel_size: 2 is refused; it must be 1",
