@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
@@ -14,6 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from deploy.chosen_draft import from_speculative_config
+from deploy.models import resolve_models, with_module_directories
 from deploy.settings import load_settings
 from tests.support.models import public_drafts, tiny
 from workers.model.draft_card import CARD
@@ -24,7 +27,13 @@ from workers.model.public_shapes import MaskedBlockShape
 
 
 @pytest.fixture
-def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def asked() -> list[str | None]:
+    """The revisions that the hub was asked for, in the order of the calls."""
+    return []
+
+
+@pytest.fixture
+def repository(asked: list[str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The files of the only repository of a hub."""
     stored, fetched = tmp_path / "stored", tmp_path / "fetched"
     stored.mkdir()
@@ -41,7 +50,7 @@ def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ignore_patterns: Sequence[str],
         tqdm_class: Callable[..., Any],
     ) -> str:
-        assert revision is None
+        asked.append(revision)
         files = [one for one in stored.rglob("*") if one.is_file()]
         chosen = [one for one in files if fits(one, allow_patterns) and not fits(one, ignore_patterns)]
         with (
@@ -59,10 +68,11 @@ def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     class Hub:
         def list_repo_files(self, _: str, *, revision: str | None) -> list[str]:
-            assert revision is None
+            asked.append(revision)
             return sorted(str(file.relative_to(stored)) for file in stored.rglob("*") if file.is_file())
 
         def parse_safetensors_file_metadata(self, _: str, name: str, *, revision: str | None) -> Any:
+            asked.append(revision)
             with safe_open(stored / name, framework="pt") as file:
                 shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
             return SimpleNamespace(tensors={key: SimpleNamespace(shape=shape) for key, shape in shapes.items()})
@@ -155,6 +165,36 @@ def test_what_pilotfish_distilled_is_fetched_with_its_card(repository: Path) -> 
     (repository / CARD).write_text("{}")
 
     assert names(draft_directory("owner/name")) == {"config.json", CARD, "model.safetensors"}
+
+
+@pytest.mark.parametrize("revision", [None, "v2"])
+@pytest.mark.parametrize("prefix", ["draft", "draft.block"])
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_the_revision_of_a_draft_is_that_of_every_call(
+    revision: str | None, prefix: str, weights: str, repository: Path, asked: list[str | None]
+) -> None:
+    public_drafts.write(repository, public_drafts.DFLASH, public_drafts.block(), weights)
+    settings = [f"{prefix}.path=owner/name", *([] if revision is None else [f"{prefix}.revision={revision}"])]
+    settings += [] if prefix == "draft" else ["draft.method=block"]
+
+    draft = load_settings("cpu", settings, {}).configuration.draft
+    with_module_directories(draft)
+
+    assert len(asked) >= 1 and set(asked) == {revision}
+
+
+def test_the_revision_of_a_model_is_that_of_every_call(
+    repository: Path, asked: list[str | None], tmp_path: Path
+) -> None:
+    tiny.save(repository, tiny.llama())
+    given = json.dumps({"model": "owner/name", "revision": "v2", "num_speculative_tokens": 3})
+    settings = load_settings(
+        "cpu", ["target.path=owner/name", "target.revision=v2"], {}, below=from_speculative_config(given)
+    )
+
+    resolve_models(settings.configuration, tmp_path / "cache", lambda _: None)
+
+    assert len(asked) >= 3 and set(asked) == {"v2"}
 
 
 def test_the_share_that_is_fetched_is_reported_and_no_bar_is_shown(
