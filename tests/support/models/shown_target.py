@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tests.support.models import tiny
 
@@ -26,9 +26,9 @@ class Shown:
     head: Tensor
 
 
-def shown_target(directory: Path, layers: int, tokens: Sequence[int]) -> Shown:
-    """Save a Llama of random weights, and run it over a text."""
-    tiny.save(directory, tiny.llama(num_hidden_layers=layers, rope_theta=5e5))
+def shown_target(directory: Path, layers: int, tokens: Sequence[int], config: PreTrainedConfig | None = None) -> Shown:
+    """Save a model of random weights, a Llama without another configuration, and run it over a text."""
+    tiny.save(directory, config or tiny.llama(num_hidden_layers=layers, rope_theta=5e5))
     model = AutoModelForCausalLM.from_pretrained(directory)
     last: list[Tensor] = []
     model.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][0]))

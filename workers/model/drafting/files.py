@@ -43,7 +43,7 @@ from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.medusa import write_medusa
 from workers.model.formats.pilotfish import SCALE, restored
 from workers.model.formats.registry import DraftWeights, read_draft, read_weights
-from workers.model.public_shapes import MaskedBlockShape, MedusaShape, PublicShape
+from workers.model.public_shapes import FeatureShape, MaskedBlockShape, MedusaShape, PublicShape
 from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
 from workers.model.tensor_file import in_bfloat16, write_tensors
 
@@ -148,6 +148,9 @@ def _ends(
 ) -> TargetEnds:
     """The ends of a target for a draft, with the draft's own embedding and head in the place of the target's."""
     config = read_target_config(target_directory, card)
+    if weights.embedding is not None and weights.head is not None and not _reads_final_states(card):
+        own = weights.embedding.to(device, dtype), weights.head.to(device, dtype)
+        return TargetEnds(*own, None, 0.0, weights.vocabulary).to(device)
     whole = (
         read_decoder_ends(target_directory, config)
         if config.is_encoder_decoder
@@ -170,13 +173,20 @@ def _ends(
     ).to(device)
 
 
+def _reads_final_states(card: DraftDescription) -> bool:
+    """Whether a draft reads the target's last hidden state after the final norm, and not taps alone."""
+    shape = card.shape
+    return not isinstance(shape, MaskedBlockShape) and not (isinstance(shape, FeatureShape) and shape.taps > 0)
+
+
 def _decoder_only_ends(target_directory: Path, card: DraftDescription) -> DecoderEnds:
     shared = read_shared_ends(target_directory, card)
     norm = shared.tensors.get(("norm", "weight"))
     if norm is None:
         raise ModelLoadError(
             f"target directory {str(target_directory)!r}: model type {shared.config.model_type!r} ends with a norm "
-            f"other than a plain RMS norm, which drafting modules need"
+            f"other than a plain RMS norm, which drafting modules need, but for those that read taps alone and have an "
+            f"embedding and a head of their own"
         )
     if shared.outline.norm_offset:
         norm = norm.float() + shared.outline.norm_offset

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from cluster.core.drafting import DraftBudget, DraftRow
+from cluster.core.errors import ModelLoadError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.models import public_drafts
 from tests.support.models.draft_references import Body, Eagle1, Eagle3
 from tests.support.models.drafting_evidence import drafter_of, shown_states
+from tests.support.models.model_cases import gemma3
 from tests.support.models.public_drafts import DRAFTED, HIDDEN, LLAMA, Tensors
-from tests.support.models.shown_target import Shown
+from tests.support.models.shown_target import Shown, shown_target
 from tests.unit.draft.eagle.conftest import KNOWN, LAYERS, STEPS, TOKENS
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.eagle_pass import committed_piece
@@ -263,6 +265,28 @@ def test_a_method_drafts_the_tokens_of_the_published_pass(
     assert list(drafted) == published_drafts(case.reference(shown), case.read(shown), DRAFTED, count)
     absolute = [int(one) for one in case.tensors["d2t"]]
     assert list(drafted) != published_drafts(case.reference(shown), case.read(shown), absolute, count)
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    """A target that scales its embeddings, and whose final norm adds 1 to its weights."""
+    config = gemma3(num_hidden_layers=LAYERS, layer_types=["full_attention"] * LAYERS)
+    return shown_target(tmp_path_factory.mktemp("gemma"), LAYERS, TOKENS[:KNOWN], config)
+
+
+def test_a_head_with_ends_of_its_own_drafts_for_gemma(gemma: Shown, tmp_path: Path) -> None:
+    case = CASES["own embedding"]
+    draft = case.write(tmp_path)
+
+    assert_equal(served(draft, gemma), published(case.reference(gemma), case.read(gemma)))
+    drafted = list(greedy_drafts(draft, gemma, 3))
+    assert drafted and drafted == published_drafts(case.reference(gemma), case.read(gemma), DRAFTED, len(drafted))
+
+
+@pytest.mark.parametrize("name", ["authors", "eagle 1, own base"])
+def test_a_head_that_reads_ends_of_gemma_is_refused(name: str, gemma: Shown, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="ends with a norm other than a plain RMS norm"):
+        served(CASES[name].write(tmp_path), gemma)
 
 
 def test_eagle_1_reads_the_last_state_after_the_final_norm(shown: Shown, tmp_path: Path) -> None:
