@@ -36,8 +36,8 @@ def gguf_storage(name: str, raw: torch.Tensor, dtype: torch.dtype | None = None)
 def stored_nbytes(name: str, raw_bytes: int, dtype: torch.dtype | None = None) -> int:
     """Bytes of the numbers that `gguf_storage` keeps of a matrix that has `raw_bytes` in its file.
 
-    They differ from the file's for types of 2, 3, 5 and 6 bits, which are kept in 8. Raises `ValueError` for a type
-    that is not read.
+    They differ from the file's for types of 2 and 3 bits, which are kept in 4, and of 5 and 6 bits, which are kept in
+    8. Raises `ValueError` for a type that is not read.
     """
     size = _PLAIN[name].itemsize if name in _PLAIN else _READERS[name][0] if name in _READERS else 1
     return raw_bytes // size * gguf_storage(name, torch.zeros(1, size, dtype=torch.uint8), dtype).nbytes
@@ -142,14 +142,14 @@ def _q3_k(blocks: _Blocks) -> Storage:
     high = ((blocks[..., None, 104:108] >> shifts) & 3).flatten(2)
     scales = (low | high << 4).float() - 32.0
     scale = _halves(blocks, 108).float()[..., None] * scales
-    return GroupStorage(values.flatten(1).view(torch.int8) - 4, scale.flatten(1), 8)
+    return GroupStorage(pairs(values), scale.flatten(1), 4, zero=4.0)
 
 
 def _q2_k(blocks: _Blocks) -> Storage:
-    values = _two_bits(blocks[..., 16:80]).flatten(1).view(torch.int8)
+    values = pairs(_two_bits(blocks[..., 16:80]))
     scale = _halves(blocks, 80).float()[..., None] * (blocks[..., :16] & 15).float()
     minimum = _halves(blocks, 82).float()[..., None] * -(blocks[..., :16] >> 4).float()
-    return GroupStorage(values, scale.flatten(1), 8, Offset.MINIMUM, minimum.flatten(1))
+    return GroupStorage(values, scale.flatten(1), 4, Offset.MINIMUM, minimum.flatten(1))
 
 
 _READERS: dict[str, tuple[int, Callable[[_Blocks], Storage]]] = {

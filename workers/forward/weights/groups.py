@@ -309,9 +309,9 @@ def _by_block(numbers: torch.Tensor, columns: int) -> torch.Tensor:
 
 def _joined_as_widest(first: GroupStorage, others: Sequence[Storage]) -> Storage:
     """Matrices of different storages as one: in 8 bits with minima in float32 if all are groups, else plain numbers."""
-    everything = [first, *others]
-    groups = [one for one in everything if isinstance(one, GroupStorage) and _has_exact_minima(one)]
-    if len(groups) < len(everything):
+    groups = [_signed(one) for one in (first, *others) if isinstance(one, GroupStorage)]
+    groups = [one for one in groups if _has_exact_minima(one)]
+    if len(groups) <= len(others):
         return _plain(first, others)
     size = min(one.group for one in groups)
     if any(one.group % size for one in groups):
@@ -324,6 +324,14 @@ def _plain(first: GroupStorage, others: Sequence[Storage]) -> PlainStorage:
     """Matrices as plain numbers, in the type of those that are plain already."""
     dtype = next((one.weight.dtype for one in others if isinstance(one, PlainStorage)), torch.float32)
     return PlainStorage(first.dequantized().to(dtype)).joined(others)
+
+
+def _signed(storage: GroupStorage) -> GroupStorage:
+    """The weights of `storage` in 8 bits without a zero, if its values are of 4 bits and have one that is whole."""
+    zero = storage.zero
+    if storage.kind is not Kind.GROUPS4 or storage.offsets is not None or not (zero.is_integer() and abs(zero) <= 112):
+        return storage
+    return replace(storage, values=storage.integers() - int(zero), bits=8, zero=0.0)
 
 
 def _has_exact_minima(storage: GroupStorage) -> bool:

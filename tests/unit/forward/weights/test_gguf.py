@@ -42,10 +42,20 @@ def test_dequantized_weights_are_those_of_gguf_bit_for_bit(name: str) -> None:
     assert found.dequantized().numpy().tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize(("name", "bits"), [("Q4_0", 4.5), ("Q4_1", 5), ("Q8_0", 8.5), ("Q4_K", 6)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("Q4_0", 4.5), ("Q4_1", 5), ("Q8_0", 8.5), ("Q2_K", 8), ("Q3_K", 6), ("Q4_K", 6)]
+)
 def test_weights_stay_small(name: str, bits: float) -> None:
     found = gguf_storage(name, torch.from_numpy(drawn(name)))
     assert found.nbytes * 8 == bits * found.outputs * found.inputs
+
+
+@pytest.mark.parametrize("other", ["Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_types_of_one_layer_are_joined_in_8_bits_to_the_same_weights(other: str) -> None:
+    parts = [gguf_storage(name, torch.from_numpy(drawn(name))) for name in ("Q3_K", other, "Q2_K")]
+    joined = parts[0].joined(parts[1:])
+    assert torch.equal(joined.dequantized(), torch.cat([part.dequantized() for part in parts]))
+    assert joined.nbytes * 8 == 12 * joined.outputs * joined.inputs  # a scale and a minimum of 32 bits for 16 inputs
 
 
 def test_plain_numbers_are_plain() -> None:
