@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.target_section import TargetSection
@@ -28,7 +30,7 @@ def load(path: Path, code: str, **values: Any) -> LoadedModel:
 
 def logits(model: LoadedModel, *texts: tuple[int, ...]) -> torch.Tensor:
     """The logits of the first text, `[tokens, vocabulary]`."""
-    pool = KvPool(model.kv_spec, PoolSection(block_size=4), 128)
+    pool = KvPool(model.kv_spec, PoolSection(block_size=4), 256)
     rows = []
     for text in texts:
         table = pool.new_table()
@@ -67,3 +69,17 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     best = expected.topk(2).values
     decided = best[:, 0] - best[:, 1] > bound
     assert torch.equal(found.argmax(1)[decided], expected.argmax(1)[decided])
+
+
+def check_greedy(reference: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    """Check that each token of an answer is the best one after the tokens before it, or as good but for the bound.
+
+    Few answers show anything where the two best tokens are often that close, so these must be rare.
+    """
+    with torch.inference_mode():
+        rows = reference(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]  # [tokens, vocabulary]
+    bound = BOUND * float(rows.max() - rows.min())
+    best = rows.topk(2).values
+    chosen = rows.gather(1, torch.tensor([answer]).T).squeeze(1)
+    assert bool((best[:, 0] - chosen <= bound).all())
+    assert float((best[:, 0] - best[:, 1] > bound).float().mean()) > 0.9

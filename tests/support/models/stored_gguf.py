@@ -9,9 +9,40 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tests.support.models import tiny
+from workers.model.stored.source import write_stored_in
+
+K_QUANTS: dict[str, tuple[int, int | None, float]] = {
+    "Q2_K": (80, 82, 1.5),
+    "Q3_K": (108, None, 0.0),
+    "Q4_K": (0, 2, 7.5),
+    "Q5_K": (0, 2, 15.5),
+    "Q6_K": (208, None, 0.0),
+}
+"""First bytes of the float16 scale and minimum in a block of each type, and the mean of its values where it has both.
+
+The package `gguf` reads these types and does not write them.
+"""
 ROTATED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
+def convert(
+    directory: Path, architecture: str, config: PreTrainedConfig, kinds: Mapping[str, str], default: str = "Q4_1"
+) -> tuple[Path, PreTrainedModel]:
+    """A random model's directory as the conversion of a GGUF file leaves it, and the model that the file stands for.
+
+    The model has the file's de-quantized weights, in float32. `kinds` and `default` are those of `write`.
+    """
+    path = tiny.save(directory / "model", config, sharpness=2.0)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    plain = write(reference, directory / "model.gguf", architecture, kinds, default)
+    reference.load_state_dict(plain, strict=False)
+    if config.tie_word_embeddings:
+        reference.tie_weights()
+    write_stored_in(path, directory / "model.gguf")
+    return path, reference
 
 
 def write(
@@ -26,6 +57,7 @@ def write(
 ) -> dict[str, torch.Tensor]:
     """Write a model. `kinds`: other types by a word in a matrix's name. Returns the de-quantized parameters.
 
+    Matrices in k-quants are random ones, as large as the model's. `default` is the type of the other matrices.
     `keys` are further ones of the architecture, and those of the tokenizer, of divided files and of tensors by their
     whole names. Tensors with `without` in their names are left out.
     """
@@ -40,6 +72,7 @@ def write(
         is_whole = isinstance(value, torch.Tensor) or key.startswith(("tokenizer.", "split."))
         _add(writer, key if is_whole else f"{architecture}.{key}", value)
     plain: dict[str, torch.Tensor] = {}
+    draw = np.random.default_rng(0)
     for name, values in model.state_dict().items():
         stem, _, suffix = name.rpartition(".")
         if (stem == "lm_head" and config.tie_word_embeddings) or (without and without in name):
@@ -53,7 +86,10 @@ def write(
             continue
         wanted = next((own for word, own in kinds.items() if word in name), default)
         quantization = gguf.GGMLQuantizationType[wanted]
-        stored = gguf.quantize(_rotated(weight, name, architecture, config).numpy(), quantization)
+        if wanted in K_QUANTS:
+            stored = _drawn(wanted, weight, draw)
+        else:
+            stored = gguf.quantize(_rotated(weight, name, architecture, config).numpy(), quantization)
         read = torch.from_numpy(np.array(gguf.dequantize(stored, quantization)))
         plain[name] = _rotated(read, name, architecture, config, back=True)
         writer.add_tensor(f"{names.get_name(stem)}.{suffix}", stored, raw_dtype=quantization)
@@ -62,6 +98,28 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return plain
+
+
+def _drawn(name: str, weight: torch.Tensor, draw: np.random.Generator) -> np.ndarray:
+    """Random bytes of a matrix in a k-quant with the shape of `weight`, and about its deviation."""
+    outputs, inputs = weight.shape
+    scale_at, minimum_at, mean = K_QUANTS[name]
+    kind = gguf.GGMLQuantizationType[name]
+    numbers, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = draw.integers(0, 256, (outputs, inputs // numbers, size), dtype=np.uint8)
+
+    def put(at: int, values: np.ndarray) -> None:
+        raw[..., at : at + 2] = values.astype(np.float16)[..., None].view(np.uint8)
+
+    def put_all(scale: np.ndarray) -> np.ndarray:
+        put(scale_at, scale)
+        if minimum_at is not None:
+            put(minimum_at, scale * mean)
+        return raw.reshape(outputs, -1)
+
+    scale = draw.uniform(0.5, 1.5, raw.shape[:2])
+    spread = gguf.dequantize(put_all(scale), kind).std()
+    return put_all(scale * float(weight.std()) / spread)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

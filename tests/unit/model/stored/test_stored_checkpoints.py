@@ -85,6 +85,7 @@ CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
     "fp8 per tensor": (quantized.fp8(0, 0), FP8 | {"weight_block_size": None}),
     "fbgemm fp8 per channel": (quantized.fp8(1, 0, "weight_scale"), {"quant_method": "fbgemm_fp8"}),
     "compressed-tensors fp8 per channel": (quantized.fp8(1, 0, "weight_scale"), compressed_fp8()),
+    "compressed-tensors fp8 per tensor": (quantized.fp8(0, 0, "weight_scale"), compressed_fp8(strategy="tensor")),
     "compressed-tensors fp8 in blocks": (
         quantized.fp8(64, 32, "weight_scale"),
         compressed_fp8(strategy="block", block_structure=[64, 32]),

@@ -12,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, PreTrai
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from tests.support.engines.stored_model import TEXT, check_close, load, logits
+from tests.support.engines.engine_sequence import generate
+from tests.support.engines.stored_model import TEXT, check_close, check_greedy, load, logits
 from tests.support.models import quantized, tiny
+from tests.unit.model.stored.test_stored_answers import PROMPTS, TOKENS, check_batched_and_drafted, open_engine
 from workers.forward.attention import register
 from workers.forward.experts import FastExperts
 from workers.forward.native.packed_experts import PackedExperts
@@ -47,8 +49,8 @@ def config() -> GptOssConfig:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
-    """A checkpoint with random blocks, and the logits of `TEXT` by weights that `transformers` unpacks from them."""
+def reference_and_path(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    """A model with weights that `transformers` unpacks from random blocks, and a checkpoint with these."""
     directory = tmp_path_factory.mktemp("experts")
     source = tiny.save(directory / "plain", config(), sharpness=2.0)
     tensors = load_file(source / "model.safetensors")
@@ -61,15 +63,33 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tenso
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     reference.load_state_dict(tensors, strict=False)
-    with torch.inference_mode():
-        expected = reference(torch.tensor([TEXT])).logits[0]
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(("gate_up_proj", "down_proj"))}
     path = directory / "model"
     path.mkdir()
     save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
     settings = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     (path / "config.json").write_text(json.dumps(settings))
-    return path, expected
+    return reference, path
+
+
+@pytest.fixture(scope="module")
+def written(reference_and_path: tuple[PreTrainedModel, Path]) -> tuple[Path, torch.Tensor]:
+    """The checkpoint, and the reference's logits of `TEXT`."""
+    reference, path = reference_and_path
+    with torch.inference_mode():
+        return path, reference(torch.tensor([TEXT])).logits[0]
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+def test_texts_are_what_the_dequantized_experts_decide(
+    native: str, reference_and_path: tuple[PreTrainedModel, Path]
+) -> None:
+    reference, path = reference_and_path
+    engine = open_engine(path, native)
+    texts = [generate(engine, prompt, TOKENS) for prompt in PROMPTS]
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        check_greedy(reference, prompt, text)
+    check_batched_and_drafted(engine, texts)
 
 
 def test_logits_are_those_of_the_dequantized_experts(written: tuple[Path, torch.Tensor], tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from workers.model.packed_weights.store import packed_file
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.loading import load_stored
-from workers.model.stored.source import write_stored_in
 
 SIZES = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32}
 FAMILIES: dict[str, tuple[str, PreTrainedConfig]] = {
@@ -41,14 +40,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def converted(directory: Path, family: str, kinds: dict[str, str] = MIXED) -> tuple[Path, torch.Tensor]:
     """A model's directory as the conversion of a GGUF file leaves it, and the reference's logits of `TEXT`."""
-    architecture, config = FAMILIES[family]
-    path = tiny.save(directory / "model", config, sharpness=2.0)
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    plain = stored_gguf.write(reference, directory / "model.gguf", architecture, kinds)
-    reference.load_state_dict(plain, strict=False)
-    if config.tie_word_embeddings:
-        reference.tie_weights()
-    write_stored_in(path, directory / "model.gguf")
+    path, reference = stored_gguf.convert(directory, *FAMILIES[family], kinds)
     with torch.inference_mode():
         return path, reference(torch.tensor([TEXT])).logits[0]
 
@@ -156,7 +148,8 @@ def test_packed_weights_are_kept_on_disk_and_compute_the_same_bits(family: str, 
 
 
 @pytest.mark.weights
-def test_the_packaged_model_decides_as_its_dequantized_weights(code: str) -> None:
-    path = resolve_model_directory("smollm2-135m-instruct", load_settings().cache_directory)
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma-3-270m"])
+def test_a_packaged_model_decides_as_its_dequantized_weights(name: str, code: str) -> None:
+    path = resolve_model_directory(name, load_settings().cache_directory)
     text = tuple(7919 * index % 40000 + 3 for index in range(1, 48))
     check_logits(load(path, code), logits(load(path, code, quantization="none"), text), text)
