@@ -16,6 +16,7 @@ from workers.model.weight_files import weight_files
 
 _GGUF = b"GGUF"
 _WHOLE_GGUF = "a whole GGUF file of version 2 or 3"
+_ALL_PARTS = "all parts of a GGUF file in one directory, under their own names"
 _DIRECTORY = "a model directory with config.json and .safetensors files"
 _POINTER = b"version https://git-lfs"
 _CONFIG = "a JSON object with model_type, as `transformers` writes it"
@@ -35,22 +36,31 @@ class Fault:
 
 
 def gguf_fault(file: Path) -> Fault | None:
-    """What is wrong with a `.gguf` file, as far as its header and its length show it; `None` for a whole one."""
-    if (unread := _unread(file, _WHOLE_GGUF)) is not None:
-        return unread
-    with file.open("rb") as stream:
-        start = stream.read(len(_GGUF))
-    if start != _GGUF:
-        return Fault(file, f"a file that begins with {start!r}", f"{_WHOLE_GGUF}, which begins with {_GGUF!r}")
-    from workers.model.gguf_header import GgufHeader
+    """What is wrong with a `.gguf` file, or with another part of its model, as far as headers and lengths show it.
 
+    `None` for a whole one.
+    """
+    from workers.model.gguf_header import PartsError, parts_of, read_gguf
+
+    parts = parts_of(file)
+    for number, part in enumerate(parts, 1):
+        if len(parts) > 1 and not part.is_file():
+            return Fault(part, f"no part {number} of {len(parts)}", _ALL_PARTS)
+        if (unread := _unread(part, _WHOLE_GGUF)) is not None:
+            return unread
+        with part.open("rb") as stream:
+            start = stream.read(len(_GGUF))
+        if start != _GGUF:
+            return Fault(part, f"a file that begins with {start!r}", f"{_WHOLE_GGUF}, which begins with {_GGUF!r}")
     try:
-        header = GgufHeader(file)
+        model = read_gguf(file)
+    except PartsError as error:
+        return Fault(file, str(error), _ALL_PARTS)
     except _READ_FAILURES as error:
         return Fault(file, f"a damaged file: {error}", _WHOLE_GGUF)
-    if "general.architecture" not in header.fields:
+    if "general.architecture" not in model.fields:
         return Fault(file, "no key general.architecture", "a GGUF file with a model")
-    return None if header.tensors else Fault(file, "no tensors", "a GGUF file with a model")
+    return None if model.tensors else Fault(file, "no tensors", "a GGUF file with a model")
 
 
 def directory_fault(directory: Path) -> Fault | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster.core.config.model_section import ModelSection
 from workers.model.fingerprint import weights_digest
+from workers.model.gguf_header import parts_of
 from workers.model.stored.source import stored_file
 
 FileState = tuple[str, int, int, int]
@@ -25,7 +26,7 @@ def model_state(section: ModelSection) -> tuple[str, list[FileState]]:
     directory = Path(section.path)
     files = [one for one in sorted(directory.iterdir()) if one.suffix in (".safetensors", ".json")]
     source = stored_file(directory) if section.quantization == "stored" else None
-    files += [] if source is None else [source]
+    files += [] if source is None else parts_of(source)
     found = [(one.name, one.stat()) for one in files]
     states = [(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns) for name, status in found]
     return weights_digest(directory), states

@@ -29,6 +29,7 @@ from workers.model.complete_weights import load_complete
 from workers.model.dequantized import write_dequantized_from
 from workers.model.description import directory_fault, gguf_fault
 from workers.model.formats.hub import Report, fetch
+from workers.model.gguf_header import join_parts, model_stem, parts_of
 from workers.model.gguf_settings import completed_settings
 from workers.model.gguf_tokenizer import complete_tokenizer, end_tokens
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
@@ -78,11 +79,13 @@ def resolve_model_directory(
     if directory.suffix == ".gguf":
         if not directory.is_file():
             raise ModelLoadError(f"model path {path!r}: no such file")
-        destination = cache_directory / f"{directory.stem}-{_identity([directory], _GGUF_READING)}"
-        converted = _converted(lambda building, _: _convert_gguf(directory, building), destination)
+        destination = cache_directory / f"{model_stem(directory)}-{_identity(_parts(directory), _GGUF_READING)}"
+        converted = _converted(
+            lambda building, scratch: _convert_gguf(_whole_gguf(directory, scratch), building), destination
+        )
         if not (converted / STORED_IN).is_file():  # new, or converted by a version that wrote no note
             with suppress(OSError):
-                write_stored_in(converted, directory)
+                write_stored_in(converted, parts_of(directory)[0])
         return converted
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(
@@ -196,14 +199,31 @@ def _is_of_storing(error: OSError, destination: Path) -> bool:
     return written or parent.is_relative_to(place)
 
 
+def _parts(file: Path) -> Sequence[Path]:
+    """All files of a GGUF model. Raises `ModelLoadError` for a part that is missing, or no file."""
+    parts = parts_of(file)
+    if len(parts) > 1 and not all(part.is_file() for part in parts):
+        raise ModelLoadError(f"GGUF file {gguf_fault(file)}")
+    return parts
+
+
+def _whole_gguf(file: Path, scratch: Path) -> Path:
+    """The file, or a file in `scratch` that its parts are joined to. Raises `ModelLoadError`."""
+    if len(parts_of(file)) == 1:
+        return file
+    if (fault := gguf_fault(file)) is not None:
+        raise ModelLoadError(f"GGUF file {fault}")
+    joined = scratch / f"{model_stem(file)}.gguf"
+    join_parts(file, joined)
+    return joined
+
+
 def _convert_gguf(file: Path, destination: Path) -> None:
     directory, name = str(file.parent), file.name
     if (fault := gguf_fault(file)) is not None:
         raise ModelLoadError(f"GGUF file {fault}")
     try:
         reader = GGUFReader(file)
-        if (parts := reader.fields.get("split.count")) is not None and parts.contents() > 1:
-            raise ValueError(f"it is one of {parts.contents()} files; join them with llama-gguf-split --merge")
         quantized = load_complete(AutoModelForCausalLM, file.parent, gguf_file=name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
         complete_tokenizer(tokenizer, reader)

@@ -58,8 +58,8 @@ def write(
     """Write a model. `kinds`: other types by a word in a matrix's name. Returns the de-quantized parameters.
 
     Matrices in k-quants are random ones, as large as the model's. `default` is the type of the other matrices.
-    `keys` are further ones of the architecture, and those of the tokenizer, of divided files and of tensors by their
-    whole names. Tensors with `without` in their names are left out.
+    `keys` are further ones of the architecture, and those of any model, of the tokenizer, of divided files and of
+    tensors by their whole names. Tensors with `without` in their names are left out.
     """
     config = model.config
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -69,7 +69,7 @@ def write(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     for key, value in (keys or {}).items():
-        is_whole = isinstance(value, torch.Tensor) or key.startswith(("tokenizer.", "split."))
+        is_whole = isinstance(value, torch.Tensor) or key.startswith(("general.", "tokenizer.", "split."))
         _add(writer, key if is_whole else f"{architecture}.{key}", value)
     plain: dict[str, torch.Tensor] = {}
     draw = np.random.default_rng(0)

@@ -219,12 +219,6 @@ def test_what_the_model_does_not_compute_is_refused_with_its_name(what: str, tmp
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_part_of_a_divided_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    file, _ = written(tmp_path, "plain", {"split.count": 3, "split.no": 0}, without="layers.1.")
-    with pytest.raises(ModelLoadError, match=r"it is one of 3 files; join them with llama-gguf-split --merge"):
-        resolve_model_directory(str(file), tmp_path / "cache")
-
-
 def test_a_file_whose_weights_have_other_names_is_refused(tmp_path: Path) -> None:
     """`transformers` makes a dense model of a mixture of experts whose architecture is `llama`."""
     file, _ = written(tmp_path, "plain", without="mlp.up_proj")

@@ -14,7 +14,7 @@ import torch
 from cluster.core.errors import ModelLoadError
 from workers.forward.weights.base import Storage
 from workers.forward.weights.gguf import gguf_storage, stored_nbytes
-from workers.model.gguf_header import GgufHeader
+from workers.model.gguf_header import read_gguf
 from workers.model.stored.parts import Region
 
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
@@ -40,7 +40,10 @@ _ARCHITECTURES = {
 
 
 class GgufFile:
-    """A GGUF file, mapped into memory. Matrices are read one by one; none is de-quantized."""
+    """A GGUF file, or all parts of a divided one, mapped into memory.
+
+    Matrices are read one by one; none is de-quantized.
+    """
 
     def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
         """`dtype` is that of plain matrices, the file's own by default.
@@ -48,7 +51,7 @@ class GgufFile:
         Raises `ModelLoadError` for a file that cannot be read, or of an unknown architecture.
         """
         try:
-            self._reader = GgufHeader(path)
+            self._reader = read_gguf(path)
             name = self._field("general.architecture")
         except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
             raise ModelLoadError(f"GGUF file {str(path)!r} cannot be read: {error}") from error
