@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.models import mtp_targets, tiny, tiny_tokenizer
+from tests.support.engines.kept_kernels import KEPT
+from tests.support.models import mtp_targets, quantized, tiny, tiny_tokenizer
 from tests.support.models.mtp_targets import LAYERS, OTHERS, names_of
 from tests.unit.draft.contract.methods import VOCABULARY
 from tests.unit.draft.contract.test_public_drafts import (
@@ -48,6 +50,25 @@ async def test_the_layer_of_the_target_changes_no_token(place: str, target: Path
     plain = await answers_alone(target)
 
     drafted = await answers(configured(target, "draft.method=mtp", f"draft.placement={place}", STATES))
+
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert all(one.drafted > 0 for one in drafted)
+
+
+async def test_the_layer_of_a_target_in_8_bits_changes_no_token(tmp_path: Path) -> None:
+    """The target's matrices stay as they are stored; those of the layer are de-quantized."""
+    source, stored = tiny_tokenizer.byte_level(tmp_path / "source"), tmp_path / "stored"
+    tiny.save(source, mtp_targets.config("mimo", VOCABULARY))
+    mtp_targets.add_layer(source, sureness=4.0)
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+    quantized.save(source, stored, quantized.fp8(16, 16), settings)
+    for file in source.iterdir():
+        if not (stored / file.name).exists():
+            shutil.copy(file, stored)
+    as_stored = f"target.compile_directory={KEPT}", "target.quantization=stored"
+    plain = await answers(configured(stored, *as_stored))
+
+    drafted = await answers(configured(stored, *as_stored, "draft.method=mtp"))
 
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
     assert all(one.drafted > 0 for one in drafted)
