@@ -21,8 +21,9 @@ from deploy.implied_settings import with_implied_settings
 from deploy.local.local_cluster import LocalCluster
 from deploy.settings import load_settings
 from tests.support.deadline import deadline
-from tests.support.models import public_drafts
+from tests.support.models import public_drafts, tiny, tiny_tokenizer
 from tests.support.models.draft_references import norm
+from tests.support.models.model_cases import gemma3
 from tests.support.models.public_drafts import (
     DFLASH,
     DFLASH2,
@@ -158,6 +159,22 @@ async def test_a_public_draft_changes_no_token(
     assert with_implied_settings(configuration).target.evidence.fusion == (
         str(drafts[draft]) if place == "drafter" else None
     )
+
+
+@pytest.mark.parametrize("place", ["target", "drafter"])
+async def test_a_head_with_ends_of_its_own_changes_no_token_of_gemma(place: str, tmp_path: Path) -> None:
+    target = tiny_tokenizer.byte_level(tmp_path / "target")
+    tiny.save(target, gemma3(vocab_size=VOCABULARY))
+    own = {"embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))}
+    tensors = {name: value for name, value in public_drafts.eagle3().items() if name != "t2d"} | own
+    config = LLAMA | {"vocab_size": VOCABULARY, "draft_vocab_size": len(DRAFTED)}
+    draft = public_drafts.write(tmp_path / "draft", config, tensors)
+    plain = await answers(configured(target, "draft.method=none"))
+
+    drafted = await answers(configured(target, f"draft.path={draft}", f"draft.placement={place}"))
+
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert all(one.drafted > 0 for one in drafted)
 
 
 @pytest.fixture(scope="module")
