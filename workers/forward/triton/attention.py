@@ -393,14 +393,18 @@ def store_part(
 
 @triton.jit
 def is_last_program(arrived, split_count):
-    """Whether this is the last of the programs that share a tile of several splits. It sets the counter back to 0."""
+    """Whether this is the last of the programs that share a tile of several splits. It then sees what all have stored.
+
+    It sets the counter back to 0.
+    """
     is_last = False
     if (split_count > 1) & (tl.program_id(2) < split_count):
-        tl.debug_barrier()
+        tl.debug_barrier()  # all threads have stored their part
         before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")
         is_last = before == tl.minimum(split_count, tl.num_programs(2)) - 1
         if is_last:
             tl.store(arrived, 0)
+        tl.debug_barrier()  # no thread loads what other programs have stored before the counter was read
     return is_last
 
 
