@@ -34,7 +34,7 @@ CONTEXTS = {"cuda": (128, 2048), "cpu": (128,)}
 BATCHES, DRAFTED = (1, 8, 64), (0, 3, 7, 31)
 TEXTS, TEXT_TOKENS, BESIDE = 4, 48, 8
 WARM_STEPS, TIMED_STEPS = 10, 12
-"""A size of step is recorded as a CUDA graph when it occurs for the eighth time."""
+"""Warm steps are not timed: layers that are compiled compile for sizes they have not had, outside of CUDA graphs."""
 ON_GPU = ("target.kv.pool_bytes=null", "target.kv.memory_fraction=0.5")
 DEFAULTS = (
     "target.dtype=bfloat16",
@@ -68,7 +68,8 @@ MODELS = {
 NOTES = """
 - floor: weight bytes that a step reads ÷ read bandwidth. Steps hold random tokens, which are rejected.
 - stored: tokens of each sequence before the first step; every step adds one.
-- fused: `target.compile: auto`; compiled: `on`; recorded: steps of recurring sizes are CUDA graphs, as by default.
+- fused: `target.compile: auto`; compiled: `on`; recorded: steps are CUDA graphs, captured before the first one, as by
+  default.
 - texts: greedy texts of random weights, whose best tokens often lie close: alone, in a batch of 8, and with drafts of
   four right tokens.
 - replayed: share of the timed steps that were replayed. Larger ones (see `graph_sizes`) run without a graph.

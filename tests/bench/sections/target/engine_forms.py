@@ -31,7 +31,7 @@ class Form:
     compile: str
     """Value of `target.compile`."""
     recorded: bool
-    """Whether steps of recurring sizes are recorded as CUDA graphs. On CPU they are only padded and called again."""
+    """Whether steps are CUDA graphs, captured before the first one. On CPU they are only padded and called again."""
 
 
 FORMS = (
