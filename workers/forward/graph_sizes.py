@@ -128,14 +128,23 @@ def smallest_graph(
 
 
 def describe_graphs() -> str:
-    """The sizes that do not depend on the model, in words."""
-    decoding, prompts = _decoding(), range(2 * WORD, MOST_TOKENS + 1, _PROMPT_STEP)
-    return (
-        f"CUDA graphs of the target, captured before the first request: {len(decoding)} for 1 to {_ROWS[-1]} rows "
-        f"with 1 to {_WIDTHS[-1]} tokens per row, {MOST_TOKENS} in all at most; {len(prompts) * len(_PROMPT_ROWS)} "
-        f"with prompts, for {prompts[0]} to {prompts[-1]} tokens in steps of {_PROMPT_STEP}; larger steps, and "
-        "models without attention or with recurrent layers of which we have no kernels, are launched kernel by kernel"
+    """The sizes that do not depend on the model, all of them, in words."""
+    sizes = packed_graph_sizes(_FEWEST_BLOCKS)
+    decoding, prompts = ([size for size in sizes if size.has_wide_rows is wide] for wide in (False, True))
+    by_rows = "; ".join(
+        f"{rows} row{'s' * (rows > 1)}: {_listed(size.tokens for size in decoding if size.rows == rows)}"
+        for rows in _ROWS
     )
+    return (
+        f"CUDA graphs of the target, captured before the first request: {len(decoding)} by rows and tokens in all "
+        f"({by_rows}); {len(prompts)} with prompts, of {_listed(size.tokens for size in prompts)} tokens with up to "
+        f"{_PROMPT_ROWS[0]} and {_PROMPT_ROWS[-1]} rows; larger steps, and models without attention or with "
+        "recurrent layers of which we have no kernels, are launched kernel by kernel"
+    )
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(set(numbers))))
 
 
 def _decoding() -> list[tuple[int, int]]:

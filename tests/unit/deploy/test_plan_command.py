@@ -88,7 +88,7 @@ def test_it_says_why_a_draft_model_shares_the_targets_gpu(capsys: pytest.Capture
     for gpus, notes in ((1, 1), (2, 0)):
         found = planned(capsys, *one, "--node", f"cpus=32,gpus={gpus}")
         graphs, *others = found["notes"]
-        assert graphs.startswith("CUDA graphs of the target, captured before the first request: 37 for 1 to 128 rows")
+        assert graphs.startswith("CUDA graphs of the target, captured before the first request: 37 by rows and tokens")
         assert len(others) == notes
         assert [process["role"] for process in found["processes"]].count("draft") == 1 - notes
     assert run(*one, "--node", "cpus=32,gpus=1") == 0

@@ -80,8 +80,10 @@ def test_sizes_ascend_and_the_list_is_told() -> None:
         assert [size.tokens for size in sizes] == sorted(size.tokens for size in sizes)
         assert len(set(sizes)) == len(sizes)
     prompts = sum(size.has_wide_rows for size in PACKED)
-    assert f"{len(PACKED) - prompts} for 1 to 128 rows" in describe_graphs()
-    assert f"{prompts} with prompts, for 128 to {MOST_TOKENS} tokens" in describe_graphs()
+    told = describe_graphs()
+    assert f"{len(PACKED) - prompts} by rows and tokens in all (1 row: 1, 2, 4, 8, 16; 2 rows: 2, 4, 8, 16, 32;" in told
+    assert "64 rows: 64, 128, 256, 512; 128 rows: 128, 256, 512)" in told
+    assert f"{prompts} with prompts, of 128, 192, 256, 320, 384, 448, {MOST_TOKENS} tokens with up to 8 and 64" in told
 
 
 def test_a_window_bounds_the_blocks_that_a_row_reads() -> None:
