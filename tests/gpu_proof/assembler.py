@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -42,6 +43,43 @@ class Assembled:
     """Fused multiplications and additions of float32 numbers, apart from those inside of a division."""
     sums: frozenset[str]
     """How the numbers of each sum over float32 lie in the threads, which decides its order."""
+
+
+class Compiled(NamedTuple):
+    """A kernel that was compiled for one generation of GPUs, with some constants."""
+
+    kernel: str
+    capability: int
+    registers: int
+    """Of a thread."""
+    spilled_bytes: int
+    shared_bytes: int
+    products: int
+    """Instructions of one warp that multiply on tensor cores (`mma`)."""
+    group_products: int
+    """Those of groups of warps (`wgmma`, `tcgen05.mma`)."""
+
+
+compiled_kernels: list[Compiled] = []
+"""What this process has compiled, in order."""
+
+
+def table_of(found: Collection[Compiled]) -> Iterator[str]:
+    """Lines of a table: for each kernel and generation, the most or the range of each number over its constants."""
+    numbers = f"{'compiled':>9}{'registers':>10}{'spilled B':>10}{'shared KiB':>11}{'mma':>8}{'wgmma':>8}"
+    yield f"{'kernel':26}{'GPU':>7}{numbers}"
+    for (kernel, capability), group in groupby(sorted(found), lambda one: one[:2]):
+        of = list(group)
+        yield (
+            f"{kernel:26}{f'sm_{capability}':>7}{len(of):>9}{_range(one.registers for one in of):>10}"
+            f"{max(one.spilled_bytes for one in of):>10}{max(one.shared_bytes for one in of) / 1024:>11.1f}"
+            f"{_range(one.products for one in of):>8}{_range(one.group_products for one in of):>8}"
+        )
+
+
+def _range(numbers: Iterable[int]) -> str:
+    found = sorted(numbers)
+    return str(found[0]) if found[0] == found[-1] else f"{found[0]}–{found[-1]}"
 
 
 def assembled(
@@ -86,18 +124,13 @@ def assembled(
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill", report)
     assert registers is not None
-    products = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", text))
+    products = len(re.findall(r"\bmma\.sync", text))
+    group_products = len(re.findall(r"\b(?:wgmma\.mma_async|tcgen05\.mma)", text))
     fused = len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32", text))
-    is_asynchronous = re.search(r"\b(?:wgmma|tcgen05)\.mma", text) is not None
-    return Assembled(
-        int(registers[1]),
-        sum(map(int, spills)),
-        compiled.metadata.shared,
-        products,
-        is_asynchronous,
-        fused,
-        _sums(compiled.asm["ttgir"]),
-    )
+    numbers = int(registers[1]), sum(map(int, spills)), int(compiled.metadata.shared)
+    compiled_kernels.append(Compiled(kernel.fn.__name__, capability, *numbers, products, group_products))
+    sums = _sums(compiled.asm["ttgir"])
+    return Assembled(*numbers, products + group_products, group_products > 0, fused, sums)
 
 
 def _sums(text: str) -> frozenset[str]:
