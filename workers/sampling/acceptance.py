@@ -40,6 +40,10 @@ class Accepted:
                 return Accepted(self.nodes[:count], self.tokens[: count + 1])
         return self
 
+    def decided(self) -> Accepted:
+        """Return this path without a last token of -1, which nobody could decide: the next row's root decides again."""
+        return Accepted(self.nodes[:-1], self.tokens[:-1]) if self.tokens[-1] == -1 else self
+
 
 @dataclass(frozen=True, slots=True)
 class RootPosition:

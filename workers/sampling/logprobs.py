@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,37 +13,69 @@ from workers.transfer import tensor_on
 
 LEAST_LOGPROB = -9999.0
 """Reported for an impossible token, because JSON has no −inf. OpenAI's API reports the same number."""
+_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
+"""Logits processed at a time. The limit bounds copies in float64."""
 
 
 def token_logprobs(
-    logits: Tensor, tokens: Sequence[int], counts: Sequence[int], listed: Sequence[int] = ()
+    logits: Tensor | Sequence[Tensor],
+    tokens: Sequence[int],
+    counts: Sequence[int],
+    listed: Sequence[Sequence[int]] = (),
 ) -> tuple[TokenLogprobs, ...]:
     """The log-probability of each row's token, and those of its `counts[i]` most probable tokens.
 
-    If there are `listed` tokens, they are reported instead of the most probable ones, most probable first. `logits`
-    [n, vocab] are the model's, over the whole vocabulary. Log-probabilities are natural logarithms, computed in
-    float64. Tokens of equal probability are ordered by token. Raises `ValueError` for arguments of unequal length or a
-    token outside the vocabulary.
+    If a row has tokens in `listed[i]`, they are reported instead of the most probable ones, most probable first.
+    `logits` [n, vocab] are the model's, over the whole vocabulary, in one tensor or in several of some rows each, of at
+    most 32 bits. Log-probabilities are natural logarithms, computed in float64. Tokens of equal probability are ordered
+    by token, listed ones as they are listed. The host waits for the device once.
+
+    Raises `ValueError` for arguments of unequal length or a token outside the vocabulary.
     """
-    if not logits.shape[0] == len(tokens) == len(counts):
-        raise ValueError(f"{logits.shape[0]} rows of logits, {len(tokens)} tokens and {len(counts)} counts")
-    vocabulary = logits.shape[1]
-    for token in (*tokens, *listed):
+    pieces = [logits] if isinstance(logits, Tensor) else list(logits)
+    rows = sum(map(len, pieces))
+    if not rows == len(tokens) == len(counts) or len(listed) not in (0, rows):
+        lengths = f"{len(tokens)} tokens, {len(counts)} counts and {len(listed)} lists of tokens"
+        raise ValueError(f"{rows} rows of logits, {lengths}")
+    if not rows:
+        return ()
+    vocabulary, names = pieces[0].shape[1], [tuple(each) for each in listed] or [()] * rows
+    for token in (*tokens, *(token for each in names for token in each)):
         if not 0 <= token < vocabulary:
             raise ValueError(f"token {token} is outside the vocabulary of {vocabulary}")
-    kept = [len(listed) if listed else max(0, min(count, vocabulary)) for count in counts]
-    named = tensor_on(logits.device, listed, torch.int64)
-    parts = [_row_numbers(row, token, count, named) for row, token, count in zip(logits, tokens, kept, strict=True)]
-    if not parts:
-        return ()
-    numbers: list[float] = torch.cat(parts).tolist()  # the only wait for the device
-    found: list[TokenLogprobs] = []
-    for token, count in zip(tokens, kept, strict=True):
-        top, (rank, normalizer, *values) = numbers[:count], numbers[count : 2 * count + 3]
-        numbers = numbers[2 * count + 3 :]
-        own, *others = (_logprob(value, normalizer) for value in values)
-        found.append(TokenLogprobs(token, own, tuple(zip(map(int, top), others, strict=True)), int(rank)))
-    return tuple(found)
+    kept = [0 if each else max(0, min(count, vocabulary)) for count, each in zip(counts, names, strict=True)]
+    most, widest = max(kept), max(map(len, names))
+    device = pieces[0].device
+    named = tensor_on(device, [(*each, *(0,) * (widest - len(each))) for each in names], torch.int64)
+    parts: list[Tensor] = []
+    first = 0
+    for chunk in _chunks(pieces):
+        last = first + len(chunk)
+        parts.append(_numbers(chunk, tokens[first:last], most, named[first:last]))
+        first = last
+    numbers: list[list[float]] = torch.cat(parts).tolist()  # the only wait for the device
+    return tuple(
+        _reported(token, row, most, each, count)
+        for token, row, each, count in zip(tokens, numbers, names, kept, strict=True)
+    )
+
+
+def _chunks(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The logits of some rows at a time."""
+    for piece in pieces:
+        rows = max(1, _CHUNK_ELEMENTS.get(piece.device.type, 1 << 23) // max(1, piece.shape[1]))
+        yield from torch.split(piece.detach(), rows) if len(piece) else ()
+
+
+def _reported(token: int, numbers: Sequence[float], most: int, names: Sequence[int], count: int) -> TokenLogprobs:
+    """What is reported of a row, given its `_numbers` for `most` tokens."""
+    rank, normalizer, own = numbers[:3]
+    if names:
+        others = sorted(zip(names, numbers[3 + 2 * most :], strict=False), key=lambda one: -one[1])
+    else:
+        others = list(zip(map(int, numbers[3 : 3 + count]), numbers[3 + most : 3 + most + count], strict=True))
+    top = tuple((other, _logprob(value, normalizer)) for other, value in others)
+    return TokenLogprobs(token, _logprob(own, normalizer), top, int(rank))
 
 
 def _logprob(logit: float, normalizer: float) -> float:
@@ -52,31 +84,66 @@ def _logprob(logit: float, normalizer: float) -> float:
     return min(found, 0.0) if found > LEAST_LOGPROB else LEAST_LOGPROB
 
 
-def _row_numbers(logits: Tensor, token: int, count: int, listed: Tensor) -> Tensor:
-    """Numbers of one row of logits [vocab], as float64 [2 · count + 3], which is exact for any token.
+def _numbers(logits: Tensor, tokens: Sequence[int], count: int, listed: Tensor) -> Tensor:
+    """Numbers of rows of logits [n, vocab], as float64 [n, 3 + 2 · count + m], which is exact for any token.
 
-    In this order: the `count` reported tokens, the rank of `token`, the log of the row's sum, the logit of `token`, the
-    logits of the reported tokens. These are the `listed` ones, int64, or the most probable ones. The row is computed
-    alone, so that its sum is rounded the same way in every batch.
+    In this order: the rank of each row's token; the log of the row's sum; the token's logit; the `count` most probable
+    tokens; their logits; the logits of the `listed` tokens, int64 [n, m].
     """
-    clean = logits.detach().double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
-    top = (
-        listed[clean[listed].sort(descending=True, stable=True).indices]
-        if len(listed)
-        else _leading_tokens(clean, count)
-    )
+    if logits.is_cuda:
+        return numbers_together(logits, tensor_on(logits.device, tokens, torch.int64), count, listed)
+    rows = zip(logits, tokens, listed, strict=True)
+    return torch.stack([_row_numbers(row, token, count, names) for row, token, names in rows])
+
+
+def _row_numbers(logits: Tensor, token: int, count: int, listed: Tensor) -> Tensor:
+    """The `_numbers` of one row of logits [vocab]. On a CPU this stays in its cache."""
+    clean = _clean(logits)
     own = clean[token : token + 1]
     rank = 1 + (clean > own).sum() + (clean[:token] == own).sum()
-    return torch.cat((top.double(), rank.double()[None], clean.logsumexp(dim=0)[None], own, clean[top]))
+    top = listed[:0]
+    if count:
+        candidates = (clean >= clean.topk(count).values[-1]).nonzero().squeeze(1)  # in order of token
+        top = candidates[clean[candidates].sort(descending=True, stable=True).indices[:count]]
+    return torch.cat((rank.double()[None], _log_sums(clean[None]), own, top.double(), clean[top], clean[listed]))
 
 
-def _leading_tokens(logits: Tensor, count: int) -> Tensor:
-    """The `count` most probable tokens, int64 [count]: the most probable first, the lowest first among equals."""
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=logits.device)
-    if logits.is_cuda:  # on a GPU, sorting all logits is faster than waiting for the number of candidates
-        return logits.sort(descending=True, stable=True).indices[:count]
-    least = logits.topk(count).values[-1]
-    candidates = (logits >= least).nonzero().squeeze(1)  # in order of token
-    order = logits[candidates].sort(descending=True, stable=True).indices
-    return candidates[order[:count]]
+def numbers_together(logits: Tensor, tokens: Tensor, count: int, listed: Tensor) -> Tensor:
+    """The `_numbers` of all rows at once, without a wait for the number of candidates. `tokens` are int64 [n]."""
+    clean = _clean(logits)
+    own = clean.gather(1, tokens[:, None])
+    columns = torch.arange(clean.shape[1], device=clean.device)
+    is_ahead = (clean > own) | ((clean == own) & (columns < tokens[:, None]))
+    # `topk` may return equal numbers in any order, so it is given keys, no two of which are equal.
+    bits = (clean.float() + 0.0).view(torch.int32)  # there is one zero
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
+    top = ((order.long() << 32) - columns).topk(count, dim=1).indices
+    parts = (1 + is_ahead.sum(1, keepdim=True)).double(), _log_sums(clean)[:, None], own, top.double()
+    return torch.cat((*parts, clean.gather(1, top), clean.gather(1, listed)), dim=1)
+
+
+def _clean(logits: Tensor) -> Tensor:
+    """Logits in float64, without NaN and +inf."""
+    return logits.double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
+
+
+def _log_sums(logits: Tensor) -> Tensor:
+    """The logarithm of the sum of each row's exponentials, float64 [n]. Neighbours do not change its rounding."""
+    if logits.device.type == "cpu":
+        return torch.stack([row.logsumexp(dim=0) for row in logits])
+    return log_sums_by_halves(logits)
+
+
+def log_sums_by_halves(logits: Tensor) -> Tensor:
+    """What `_log_sums` returns, by operations on single numbers: a library's sum of rows depends on how many they are.
+
+    Each half of a row is added to the other, until one number is left.
+    """
+    largest = logits.amax(dim=1, keepdim=True)
+    largest = largest.masked_fill(largest == -math.inf, 0.0)
+    sums = (logits - largest).exp()
+    while (width := sums.shape[1]) > 1:
+        half = (width + 1) // 2
+        sums[:, : width - half] += sums[:, half:]
+        sums = sums[:, :half]
+    return (sums.log() + largest).squeeze(1)

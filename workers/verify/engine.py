@@ -81,6 +81,8 @@ class _Walked:
     own: range
     """Indices of the row's decisions."""
     accepted: Accepted
+    """Up to the first token that ends the answer; without tokens if nothing is or can be decided."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class TargetEngine:
@@ -336,7 +338,10 @@ class TargetEngine:
         return verdicts
 
     def _walk(self, ready: Sequence[ReadyRow], decisions: Decisions) -> list[_Walked]:
-        """Let the acceptance rule walk the tree of each row, from the root along the path that it accepts."""
+        """Let the acceptance rule walk the tree of each row, from the root along the path that it accepts.
+
+        The log-probabilities of all rows are computed together.
+        """
         owns: list[range] = []
         for entry in ready:
             first = owns[-1].stop if owns else 0
@@ -349,9 +354,13 @@ class TargetEngine:
         trees = [entry.row.tree for entry, _ in deciding]
         paths = iter(self._decider.accept(walk, trees) if self._rule.needs_distribution else walk())
         nothing = Accepted(nodes=(), tokens=())
-        return [
-            _Walked(own, next(paths) if entry.row.decide else nothing) for entry, own in zip(ready, owns, strict=True)
+        samplings = [entry.sequence.start.sampling for entry in ready]
+        accepted = [
+            next(paths).until(sampling.end_token_ids).decided() if entry.row.decide else nothing
+            for entry, sampling in zip(ready, samplings, strict=True)
         ]
+        logprobs = path_logprobs(decisions, list(zip(owns, accepted, samplings, strict=True)))
+        return [_Walked(*walked) for walked in zip(owns, accepted, logprobs, strict=True)]
 
     def _accept(
         self, index: int, entry: ReadyRow, walked: _Walked, decisions: Decisions, logits: torch.Tensor
@@ -359,16 +368,10 @@ class TargetEngine:
         """Commit the path of the row's tree that is accepted. `logits` are `[decisions, vocabulary]` of all rows."""
         row, sequence, own, accepted = entry.row, entry.sequence, walked.own, walked.accepted
         tokens = decisions.tokens[own.start : own.stop]
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if row.decide:
-            accepted = accepted.until(sequence.start.sampling.end_token_ids)
-            if accepted.tokens[-1] == -1:
-                if not accepted.nodes:
-                    stored = len(sequence.tokens)
-                    self._pool.truncate(sequence.table, stored)
-                    return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
-                accepted = Accepted(accepted.nodes[:-1], accepted.tokens[:-1])  # the next row's root decides again
-            logprobs = path_logprobs(decisions, own, accepted, sequence.start.sampling)
+        if row.decide and not accepted.tokens:
+            stored = len(sequence.tokens)
+            self._pool.truncate(sequence.table, stored)
+            return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
         evidence = None
         if self._evidence.any:
             evidence = self._collector.collect(index, row, accepted, tokens, logits[own.start : own.stop])
@@ -378,7 +381,7 @@ class TargetEngine:
             row.base_len,
             accepted.tokens,
             drafted=len(row.tree),
-            logprobs=logprobs,
+            logprobs=walked.logprobs,
             evidence=evidence,
             forced=self._grammars.forced(sequence, accepted.tokens),
         )

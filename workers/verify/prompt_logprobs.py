@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import islice
 
 import torch
 
@@ -47,8 +47,8 @@ def without_prompts(
     """
     scores = [entry.scored for entry in ready]
     if not any(scores):
-        nothing = logits[:0]
-        return logits, [_score(entry, nothing) for entry in ready]
+        waiting = any(entry.sequence.prompt_end is not None for entry in ready)
+        return logits, _scored(ready, [logits[:0]] * len(ready)) if waiting else [ScoredPrompt()] * len(ready)
     decided: list[int] = []
     scored: list[int] = []
     first = 0
@@ -60,21 +60,27 @@ def without_prompts(
     whole = decider.whole(rows_of(logits, scored))
     found = [ScoredPrompt()] * len(ready)
     if whole is not None:
-        starts = accumulate(scores, initial=0)
-        found = [_score(entry, whole[at : at + entry.scored]) for entry, at in zip(ready, starts, strict=False)]
+        found = _scored(ready, torch.split(whole, scores))
     return rows_of(logits, decided), found
 
 
-def _score(entry: ReadyRow, logits: torch.Tensor) -> ScoredPrompt:
-    """Score the prompt tokens of one row, given logits `[scored, vocabulary]` at its first pending tokens."""
-    sequence, pending = entry.sequence, entry.row.pending
-    before, end = sequence.prompt_end, None
-    if not len(logits) and before is None:
-        return ScoredPrompt()
-    tokens = pending[1 : len(logits) + 1]
-    if len(logits) == len(pending):  # the last logits score the first token of the next chunk
-        logits, end = logits[:-1], logits[-1:].clone()
-    if before is not None:
-        logits, tokens = torch.cat((before, logits)) if len(logits) else before, (pending[0], *tokens)
-    count = sequence.start.sampling.prompt_logprobs or 0
-    return ScoredPrompt(token_logprobs(logits, tokens, [count] * len(tokens)), end)
+def _scored(ready: Sequence[ReadyRow], logits: Sequence[torch.Tensor]) -> list[ScoredPrompt]:
+    """Score the prompt tokens of all rows together, given logits `[scored, vocabulary]` at each row's first tokens."""
+    pieces: list[torch.Tensor] = []
+    tokens: list[int] = []
+    counts: list[int] = []
+    ends: list[tuple[int, torch.Tensor | None]] = []
+    for entry, own in zip(ready, logits, strict=True):
+        sequence, pending, end = entry.sequence, entry.row.pending, None
+        scored = list(pending[1 : len(own) + 1])
+        if len(own) and len(own) == len(pending):  # the last logits score the first token of the next chunk
+            own, end = own[:-1], own[-1:].clone()
+        if sequence.prompt_end is not None:
+            pieces.append(sequence.prompt_end)
+            scored = [pending[0], *scored]
+        pieces.append(own)
+        tokens += scored
+        counts += [sequence.start.sampling.prompt_logprobs or 0] * len(scored)
+        ends.append((len(scored), end))
+    found = iter(token_logprobs(pieces, tokens, counts))
+    return [ScoredPrompt(tuple(islice(found, count)), end) for count, end in ends]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import islice
+
 import torch
 
 from cluster.core.drafting import RowFault, RowFaultCode
@@ -51,18 +54,35 @@ def fault_verdict(row: VerifyRow, code: RowFaultCode, message: str, stored_len: 
 
 
 def path_logprobs(
-    decisions: Decisions, indices: range, accepted: Accepted, sampling: SamplingParameters
-) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of the accepted tokens and of the alternatives that the request wants.
+    decisions: Decisions, paths: Sequence[tuple[range, Accepted, SamplingParameters]]
+) -> list[tuple[TokenLogprobs, ...]]:
+    """For each path, the log-probabilities of its accepted tokens and of the alternatives that its request wants.
 
-    `indices` are those of the row's decisions: the root's first, then one per node. Empty if the request wants none,
-    and on ranks that hold only their part of the logits.
+    A path is the indices of its row's decisions, the root's first, then one per node; what is accepted of the row; and
+    the request's parameters. The log-probabilities are empty if the request wants none or no token is accepted, and on
+    ranks that hold only their part of the logits. All paths together cost one wait for the device.
     """
-    count = sampling.logprobs
-    if count is None:
+    taken = [_known_indices(decisions, *path) for path in paths]
+    logits = [decisions.logits[index] for indices in taken for index in indices]
+    if not logits:
+        return [()] * len(paths)
+    wanted = [(path, len(indices)) for path, indices in zip(paths, taken, strict=True) if indices]
+    found = iter(
+        token_logprobs(
+            torch.stack(logits),  # [accepted tokens, vocabulary]
+            [token for (_, accepted, _), _ in wanted for token in accepted.tokens],
+            [sampling.logprobs or 0 for (_, _, sampling), count in wanted for _ in range(count)],
+            [sampling.logprob_token_ids for (_, _, sampling), count in wanted for _ in range(count)],
+        )
+    )
+    return [tuple(islice(found, len(indices))) for indices in taken]
+
+
+def _known_indices(
+    decisions: Decisions, indices: range, accepted: Accepted, sampling: SamplingParameters
+) -> tuple[int, ...]:
+    """Indices of the decisions of the accepted tokens, if all of them have logits, and the request wants any."""
+    if sampling.logprobs is None or not accepted.tokens:
         return ()
-    path = [indices[0], *(indices[node + 1] for node in accepted.nodes)]
-    if any(index not in decisions.logits for index in path):
-        return ()
-    logits = torch.stack([decisions.logits[index] for index in path])  # [accepted tokens, vocabulary]
-    return token_logprobs(logits, accepted.tokens, [count] * len(path), sampling.logprob_token_ids)
+    path = (indices[0], *(indices[node + 1] for node in accepted.nodes))
+    return path if all(index in decisions.logits for index in path) else ()

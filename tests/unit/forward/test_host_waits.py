@@ -13,10 +13,13 @@ from torch import Tensor
 from cluster.core.request import SamplingParameters
 from tests.support.engines.one_rank import group_of_one
 from tests.support.fakes.host_waits import OnGpu
+from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide
 from workers.sampling.logprobs import token_logprobs
+from workers.verify.decider import Decisions
 from workers.verify.group_decider import GroupDecider
+from workers.verify.verdicts import path_logprobs
 
 VOCABULARY = 5000
 
@@ -124,3 +127,25 @@ def test_the_log_probabilities_of_all_rows_synchronize_once() -> None:
     with OnGpu() as gpu:
         assert token_logprobs(logits, [1, 2, 3], [5, 0, 2]) == expected
     assert gpu.waits == ["tolist"]
+
+
+def test_the_log_probabilities_of_all_paths_of_a_step_synchronize_once() -> None:
+    """Some rows want none, and rank 0 alone has the logits of some."""
+    logits = some_logits(8)
+    decisions = Decisions([3, 4, 5, 6, 7, 8, 9, 10], {index: logits[index] for index in (0, 1, 2, 4, 5)})
+    wanted = SamplingParameters(logprobs=2)
+    listed = SamplingParameters(logprobs=0, logprob_token_ids=(11, 12, 13))
+    paths = [
+        (range(3), Accepted((1,), (3, 5)), wanted),
+        (range(3, 4), Accepted((), (6,)), SamplingParameters()),
+        (range(4, 6), Accepted((0,), (7, 8)), listed),
+        (range(6, 8), Accepted((), (9,)), wanted),
+        (range(8, 8), Accepted((), ()), wanted),
+    ]
+    with OnGpu() as gpu:
+        found = path_logprobs(decisions, paths)
+    assert gpu.waits == ["tolist"]
+    assert [[one.token for one in path] for path in found] == [[3, 5], [], [7, 8], [], []]
+    assert found[0] == token_logprobs(logits[[0, 2]], [3, 5], [2, 2])
+    assert found[2] == token_logprobs(logits[4:6], [7, 8], [0, 0], [(11, 12, 13)] * 2)
+    assert {len(one.top) for one in found[2]} == {3}

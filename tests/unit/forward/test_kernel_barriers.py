@@ -1,4 +1,4 @@
-"""Programs that share work through a counter: no thread counts before all have stored, or loads before it is counted."""
+"""Programs that share work by a counter: no thread counts before all have stored, or loads before it is counted."""
 
 from __future__ import annotations
 

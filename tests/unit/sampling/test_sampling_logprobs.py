@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from cluster.wire.codec.common import decode_logprobs, encode_logprobs
-from workers.sampling.logprobs import LEAST_LOGPROB, token_logprobs
+from workers.sampling import logprobs
+from workers.sampling.logprobs import LEAST_LOGPROB, log_sums_by_halves, token_logprobs
 
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]).log()
 
@@ -64,19 +66,83 @@ def test_a_row_has_the_same_log_probabilities_alone_and_in_a_batch() -> None:
     assert together == tuple(token_logprobs(logits[row : row + 1], [7], [4])[0] for row in range(5))
 
 
+def one_by_one(
+    row: torch.Tensor, token: int, count: int, listed: Sequence[int]
+) -> tuple[float, int, list[tuple[int, float]]]:
+    """The log-probability of a row's token, its rank, and what is reported beside it, by a stable sort of the row."""
+    clean = row.double().nan_to_num(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
+    order = clean.sort(descending=True, stable=True).indices.tolist()
+    total = clean.logsumexp(dim=0)
+    shown = sorted(listed, key=lambda one: -float(clean[one])) if listed else order[:count]
+
+    def of(one: int) -> float:
+        found = float(clean[one] - total)
+        return min(found, 0.0) if found > LEAST_LOGPROB else LEAST_LOGPROB
+
+    return of(token), 1 + order.index(token), [(one, of(one)) for one in shown]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_all_rows_together_have_the_bits_of_each_row_sorted_by_itself(
+    dtype: torch.dtype, in_pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(logprobs._CHUNK_ELEMENTS, "cpu", 3 * 1003)
+    logits = (5 * torch.randn(9, 1003, generator=torch.Generator().manual_seed(1))).to(dtype)
+    logits[1] = logits[1].round()  # many are equal
+    logits[2, ::3], logits[2, 1::3] = 0.0, -0.0
+    logits[3, 7:9], logits[3, 20], logits[4, 11] = math.inf, math.nan, -math.inf
+    logits[5] = -math.inf
+    tokens = [4, 900, 1, 8, 11, 0, 1002, 5, 6]
+    counts = [0, 20, 400, 3, 2000, 2, 1, 0, 5]
+    listed: list[list[int]] = [[], [], [], [], [], [], [9, 3, 3, 1002], [], [7]]
+    pieces = [logits[:1], logits[1:1], logits[1:6], logits[6:]] if in_pieces else logits
+    found = token_logprobs(pieces, tokens, counts, listed)
+    assert [(one.token, (one.logprob, one.rank, list(one.top))) for one in found] == [
+        (token, one_by_one(row, token, count, names))
+        for row, token, count, names in zip(logits, tokens, counts, listed, strict=True)
+    ]
+
+
+def test_the_numbers_of_all_rows_at_once_have_the_bits_of_each_row_by_itself() -> None:
+    logits = 5 * torch.randn(5, 1003, generator=torch.Generator().manual_seed(3))
+    logits[1] = logits[1].round()
+    logits[2, ::3], logits[2, 1::3] = 0.0, -0.0
+    logits[3], logits[4, 5:9], logits[4, 20:] = -math.inf, math.inf, math.nan
+    tokens = [4, 900, 1, 8, 7]
+    listed = torch.tensor([[3, 3], [1002, 0], [0, 1], [5, 4], [20, 6]])
+    for count in (0, 1, 7, 400, 1003):
+        together = logprobs.numbers_together(logits, torch.tensor(tokens), count, listed)
+        assert torch.equal(together, logprobs._numbers(logits, tokens, count, listed))
+
+
+def test_sums_of_a_gpu_do_not_depend_on_neighbours_and_are_close_to_those_of_a_cpu() -> None:
+    logits = 9 * torch.randn(6, 1001, generator=torch.Generator().manual_seed(2)).double()
+    logits[1], logits[2, 1:] = -math.inf, -math.inf
+    together = log_sums_by_halves(logits)
+    for row in range(len(logits)):
+        assert torch.equal(log_sums_by_halves(logits[row : row + 1]), together[row : row + 1])
+    torch.testing.assert_close(together, logits.logsumexp(dim=1), rtol=1e-14, atol=1e-14)
+
+
 def test_a_token_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="token 4 is outside the vocabulary of 4"):
         token_logprobs(LOGITS[:1], [4], [0])
+    with pytest.raises(ValueError, match="token 5 is outside the vocabulary of 4"):
+        token_logprobs(LOGITS, [0, 1], [0, 0], [[], [5]])
 
 
 def test_one_token_and_count_per_row_are_required() -> None:
     with pytest.raises(ValueError, match="2 rows of logits, 1 tokens"):
         token_logprobs(LOGITS, [0], [0, 0])
+    with pytest.raises(ValueError, match="2 rows of logits, 2 tokens, 2 counts and 1 lists of tokens"):
+        token_logprobs(LOGITS, [0, 0], [0, 0], [[1]])
+    assert token_logprobs([], [], []) == ()
 
 
 def test_the_rank_is_that_among_all_tokens_also_where_no_alternatives_are_reported() -> None:
     ranks = [token_logprobs(LOGITS, [token, token], [0, 2]) for token in range(4)]
     assert [first.rank for first, _ in ranks] == [4, 1, 3, 2]
     assert [second.rank for _, second in ranks] == [1, 2, 3, 4]  # of equal tokens, the lower id comes first
-    (impossible,) = token_logprobs(torch.tensor([[0.0, -math.inf, math.nan]]), [2], [1], listed=[1])
+    (impossible,) = token_logprobs(torch.tensor([[0.0, -math.inf, math.nan]]), [2], [1], listed=[[1]])
     assert impossible.rank == 3

@@ -15,6 +15,7 @@ from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprob
 from cluster.core.verification import OpenRow, StepBatch, Verdict, VerifyRow
 from tests.support.engines.engine_rows import first_row, open_engine, verify
 from tests.support.models import tiny
+from workers.sampling.logprobs import token_logprobs
 from workers.verify.decider import Decisions, decide_rows
 from workers.verify.engine import TargetEngine
 
@@ -112,6 +113,31 @@ def test_other_rows_of_the_step_are_decided_as_alone(engine: TargetEngine) -> No
         assert not verdicts[SequenceId("c")].prompt_logprobs
         assert len(verdicts[SequenceId("d")].prompt_logprobs) == len(PROMPT) - 1
         engine.release([SequenceId("c"), SequenceId("d")])
+
+
+def test_all_scored_rows_of_a_step_are_scored_together(engine: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the host waits once for all. Rows whose last chunk left logits behind are among them."""
+    calls: list[int] = []
+
+    def counted(logits: Any, tokens: Sequence[int], *others: Any) -> Any:
+        calls.append(len(tokens))
+        return token_logprobs(logits, tokens, *others)
+
+    for module in ("prompt_logprobs", "verdicts"):
+        monkeypatch.setattr(f"workers.verify.{module}.token_logprobs", counted)
+    alone = scores(in_chunks(engine, "j", [4, 7]))
+    engine.release([SequenceId("j")])
+    start = SequenceStart(len(PROMPT), SCORED)
+    first = [VerifyRow(SequenceId(name), 4, PROMPT[:4], decide=False, start=start) for name in "kl"]
+    rest = [VerifyRow(SequenceId(name), len(PROMPT), PROMPT[4:]) for name in "kl"]
+    calls.clear()
+    verdicts = [engine.step(StepBatch(tuple(rows))).verdicts for rows in (first, rest)]
+    assert calls == [2 * 3, 2 * 7, 2]  # at last what is decided
+    for chunks in zip(*verdicts, strict=True):
+        for one, other in zip(scores(chunks), alone, strict=True):
+            assert (one.token, one.rank) == (other.token, other.rank)
+            assert one.logprob == pytest.approx(other.logprob, abs=TOLERANCE)
+    engine.release([SequenceId("k"), SequenceId("l")])
 
 
 def test_a_scored_prompt_takes_nothing_from_the_prefix_cache(engine: TargetEngine) -> None:
