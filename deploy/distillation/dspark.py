@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from cluster.core.errors import ConfigurationError
-from deploy.distillation.execute import execute
+from deploy.distillation.execute import execute, run_command
 from deploy.distillation.single_process import (
     SingleProcess,
     Texts,
     checked,
     common_options,
     layers_like,
-    run_command,
 )
 from workers.distill.answers import Answer
 from workers.distill.dspark.module import SparkModule

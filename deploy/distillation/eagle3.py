@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from deploy.distillation.execute import execute
+from deploy.distillation.execute import execute, run_command
 from deploy.distillation.single_process import (
     SingleProcess,
     Texts,
     checked,
     common_options,
     layers_like,
-    run_command,
 )
 from workers.distill.answers import Answer
 from workers.distill.eagle3.head import Eagle3Head
@@ -77,14 +76,19 @@ class Run(SingleProcess):
     def first_layers(self) -> tuple[int, ...]:
         return (int(self.config.num_hidden_layers) - 1,)
 
+    def vocabulary(self, texts: Texts) -> tuple[int, ...]:
+        """The tokens that are frequent in the answers."""
+        size, stops = int(self.config.vocab_size), end_of_sequence_ids(self.directory)
+        return frequent_tokens(
+            (one.answer for one in texts.train), min(self.options.vocabulary_size, size), stops, size
+        )
+
     def train(self, texts: Texts) -> None:
         """Train, measure and save. Raises `PilotfishError`."""
         chosen = self.options
-        stops = end_of_sequence_ids(self.directory)
         size = int(self.config.vocab_size)
-        vocabulary = frequent_tokens(
-            (one.answer for one in texts.train), min(chosen.vocabulary_size, size), stops, size
-        )
+        begun = self.directory_of_training
+        vocabulary = self.vocabulary(texts) if begun is None else begun.vocabulary
         taps = self.taps()
         states = self._states(self.lengthened(texts.train), taps, (self.peers.rank, self.peers.count))
         measured = {name: self._states(answers, taps) for name, answers in texts.measured.items()}

@@ -21,10 +21,12 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from cluster.core.errors import ConfigurationError, PilotfishError
+from cluster.core.errors import ConfigurationError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.dataclass_options import number_list
+from deploy.distillation.checkpoints import NO_CHECKPOINTS, STATE, Checkpoints, FileCheckpoints
 from deploy.distillation.conversations import UNBOUNDED, AnswerPlan, BatchedTarget, Write, cached_tokens
+from deploy.distillation.training_directory import TrainingDirectory
 from workers.distill.answers import Answer, AnswerFile, read_answers, trainable
 from workers.distill.device_training import DeviceTraining, Resumed, State
 from workers.distill.eagle3.states import lengthened
@@ -60,7 +62,7 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--evaluate", type=Path, help="A JSONL file of prompts that are only measured on.")
     add("--evaluate-prompts", type=int, default=8, help="Evaluation prompts of each task.")
     add("--out", type=Path, required=True, help="Directory to write the checkpoint to.")
-    add("--answers", type=Path, help="A file of answers. Those in it are used, and new ones are added.")
+    add("--answers", type=Path, help="A file of answers. A repeated command goes on from there.")
     add("--write-seconds", type=float, default=120.0, help="Seconds in which the target writes texts.")
     add("--minutes", type=float, default=4.0, help="Minutes of training.")
     add("--end-seconds", type=float, help="Seconds after the start at which training ends, instead of --minutes.")
@@ -120,38 +122,6 @@ def layers_like(config: Any, layers: int) -> DecoderShape:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a training is."""
-
-    step: int = 0
-    seconds: float = 0.0
-    best: float = -math.inf
-    """The most tokens per step that were measured."""
-
-
-class Checkpoints(Protocol):
-    """Keeps the state of a training that may be interrupted."""
-
-    def load(self, training: DeviceTraining[Any, Any, Any]) -> Progress:
-        """Give module and optimizers the last state that was saved, if there is one."""
-
-    def save(self, training: DeviceTraining[Any, Any, Any], progress: Progress) -> None:
-        """Save the state of module and optimizers."""
-
-
-class _NoCheckpoints:
-    def load(self, _: DeviceTraining[Any, Any, Any]) -> Progress:
-        return Progress()
-
-    def save(self, _: DeviceTraining[Any, Any, Any], __: Progress) -> None:
-        pass
-
-
-NO_CHECKPOINTS = _NoCheckpoints()
-"""For a training that does not resume."""
-
-
 class TextWriter(Protocol):
     """Has the target in the place of the process that trains: it writes texts and computes hidden states."""
 
@@ -193,6 +163,7 @@ class SingleProcess(ABC):
         """
         self.peers = peers
         self.checkpoints: Checkpoints = NO_CHECKPOINTS
+        self.directory_of_training: TrainingDirectory | None = None
         self.writer: TextWriter | None = None
         self.options = chosen
         self._told, self._lines = told or _print, list[str]()
@@ -239,14 +210,40 @@ class SingleProcess(ABC):
     def train(self, texts: Texts) -> None:
         """Train, measure and save. Raises `PilotfishError`."""
 
+    def vocabulary(self, _: Texts) -> tuple[int, ...]:
+        """The tokens that a draft for these texts can propose, ascending; empty for all of the target's."""
+        return ()
+
     def run(self) -> Texts:
         """Write texts, train, measure and save. Returns the texts. Raises `PilotfishError`."""
         texts = self.texts()
-        if self.peers.count == 1:
-            self.store(texts)
-        self.train(texts)
+        if not self.had_ended():
+            if self.peers.count == 1:
+                self.store(texts)
+            self.train(texts)
         self.tell(f"{self.options.out} is written")
         return texts
+
+    def remember(self, settings: str = "") -> None:
+        """Go on with this training where an earlier run left it, if texts are in a file.
+
+        `settings` name what hidden states depend on beside weights; see `TextWriter`.
+        """
+        chosen = self.options
+        if chosen.answers is None:
+            return
+        kept = self.directory_of_training = TrainingDirectory.of(chosen, self.command, self.directory, settings)
+        if chosen.workers == 1:
+            self.checkpoints = FileCheckpoints(kept.path / STATE)
+
+    def had_ended(self) -> bool:
+        """Whether an earlier run ended this training; then its draft is written again."""
+        kept = self.directory_of_training
+        if kept is None or not kept.is_finished:
+            return False
+        self.tell(f"this training has ended: its draft is taken from {kept.path}; without that, it starts anew")
+        kept.restore(self.options.out)
+        return True
 
     def store(self, texts: Texts) -> None:
         """Store the hidden states of the texts that `--states` does not have yet, if it is given."""
@@ -339,8 +336,17 @@ class SingleProcess(ABC):
         The first of the `measured` texts decide: those that were held back, then those of `--evaluate`. Without any,
         the latest state is saved.
         """
-        begun = self.checkpoints.load(training)
-        best = begun.best
+        begun, kept = self.checkpoints.load(training), self.directory_of_training
+        best = -math.inf if kept is None else kept.best()
+        if begun.step:
+            self.tell(f"the training goes on from step {begun.step}")
+        if kept is not None and not self.peers.rank:
+            kept.restore(self.options.out)
+
+        def save_best(reached: float) -> None:
+            save()
+            if kept is not None and not self.peers.rank:
+                kept.keep(self.options.out, reached)
 
         def report(state: State) -> None:
             nonlocal best
@@ -351,12 +357,14 @@ class SingleProcess(ABC):
             reached = float(self.peers.summed(torch.tensor(own, device=self.device))) / self.peers.count
             if reached >= best:
                 best = reached
-                save()
-            self.checkpoints.save(training, Progress(state.step, state.seconds, best))
+                save_best(best)
+            self.checkpoints.save(training, Resumed(state.step, state.seconds))
 
-        training.run(texts, report, self.options.report_seconds, resumed=Resumed(begun.step, begun.seconds))
+        training.run(texts, report, self.options.report_seconds, resumed=begun)
         if best == -math.inf:
-            save()
+            save_best(best)
+        if kept is not None and not self.peers.rank:
+            kept.finish()
 
     def save(self, card: str, write: Callable[[Path], None]) -> None:
         """Write the checkpoint and its model card, in the place of an earlier one."""
@@ -389,9 +397,12 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
 {notes}"""
 
     def texts(self) -> Texts:
-        """The answers of the file, and those that the target writes in the time."""
+        """The answers of the file, and those that the target writes in the time.
+
+        A training that goes on has those that it began with.
+        """
         chosen = self.options
-        kept: list[Answer] = list(read_answers(chosen.answers)) if chosen.answers and chosen.answers.exists() else []
+        kept, is_fixed = self._kept()
         known = {answer.key for answer in kept}
         temperatures = number_list("--temperatures", float)(chosen.temperatures)
         tasks = schedule([read_prompts(path) for path in chosen.prompts], temperatures, chosen.held_out, chosen.seed)
@@ -405,7 +416,7 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
         judging = replace(plan, max_prompt=chosen.max_length - chosen.max_tokens)
         total = sum(len(one.prompt) + len(one.answer) for one in kept)
         groups: list[tuple[AnswerPlan, Iterable[Task], bool]] = []
-        if self.peers.count == 1:  # of several processes, none writes
+        if not is_fixed:
             groups += [(judging, evaluation, False)] if evaluation else []
             groups += [(plan, tasks, True)] if chosen.write_seconds and total < chosen.most_tokens else []
         with ExitStack() as stack:
@@ -425,7 +436,26 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
         held = tuple(one for one in kept if one.held_out and one.key not in names)
         judged = tuple(one for one in kept if one.key in names)
         measured = {"held out": held} | ({chosen.evaluate.stem: judged} if chosen.evaluate else {})
-        return Texts(trainable(kept, judged), {name: found for name, found in measured.items() if found})
+        texts = Texts(trainable(kept, judged), {name: found for name, found in measured.items() if found})
+        if self.directory_of_training is not None and not is_fixed:
+            self.directory_of_training.begin(kept, self.vocabulary(texts))
+        return texts
+
+    def _kept(self) -> tuple[list[Answer], bool]:
+        """The answers of the file, and whether there may be no others: a training began with them."""
+        path, begun = self.options.answers, self.directory_of_training
+        kept = list(read_answers(path)) if path and path.exists() else []
+        is_peer = self.peers.count > 1  # the process of the command wrote the texts
+        if begun is None or not (is_peer or begun.is_begun):
+            return kept, is_peer
+        known = begun.known(kept)
+        if known is not None:
+            return known, True
+        if is_peer:
+            raise ConfigurationError(f"--answers: {path} lacks texts with which the training in {begun.path} began")
+        self.tell(f"the training in {begun.path} starts anew: {path} lacks texts with which it began")
+        begun.clear()
+        return kept, False
 
     def _written(
         self, groups: Sequence[tuple[AnswerPlan, Iterable[Task], bool]], known: Collection[str]
@@ -462,13 +492,3 @@ def _word(value: object) -> str:
     if isinstance(value, list):
         return " ".join(map(_word, value))
     return Path(value).name if isinstance(value, (str, Path)) else str(value)
-
-
-def run_command(execute: Callable[[], Texts]) -> int:
-    """Run a command. Returns its exit code."""
-    try:
-        execute()
-    except PilotfishError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from deploy.distillation.single_process import NO_CHECKPOINTS, SingleProcess, Texts
+from deploy.distillation.checkpoints import NO_CHECKPOINTS
+from deploy.distillation.single_process import SingleProcess, Texts
 from workers.distill.device_training import Measured, State
 from workers.distill.peers import ALONE
 
@@ -36,6 +37,7 @@ class Process(SingleProcess):
     def __init__(self) -> None:
         self.options = argparse.Namespace(report_seconds=1.0)
         self.checkpoints, self.peers, self.device = NO_CHECKPOINTS, ALONE, torch.device("cpu")
+        self.directory_of_training = None
         self._told, self._lines, self._began = lambda _: None, [], time.monotonic()
 
     def default_taps(self) -> tuple[int, ...]:

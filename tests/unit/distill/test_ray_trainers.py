@@ -98,6 +98,8 @@ def test_processes_train_what_one_trains_and_survive_a_kill(
 ) -> None:
     """Trainers in processes read stored hidden states, and of the target its ends and the layers a draft begins as.
 
+    A repeated command writes the draft of a training that has ended again.
+
     The optimizer is AdamW, which moves weights by about the learning rate, however small a gradient.
     """
     rest = without_layers(directory, FIRST_LAYERS[kind], tmp_path / "rest")
@@ -108,3 +110,6 @@ def test_processes_train_what_one_trains_and_survive_a_kill(
 
     assert Path(f"{tmp_path / 'killed'}.died").exists()
     assert_equal_but_for_rounding(alone, killed)
+    shutil.rmtree(tmp_path / "killed")
+    again = trained(kind, [*words, "--target", str(rest)], tmp_path / "killed", 2, dies=DIES)
+    assert all(torch.equal(again[name], value) for name, value in killed.items())

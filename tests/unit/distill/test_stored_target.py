@@ -128,7 +128,7 @@ class Writer:
         self.calls.append("release")
 
 
-def run_with(writer: Writer, command: Command) -> list[str]:
+def run_with(writer: Writer, command: Command, *more: str) -> list[str]:
     """Train an EAGLE-3 head on the texts of a writer. Returns what was told."""
     work = command.work
     given: dict[str, object] = {"target": command.target, "prompts": command.directory / "questions.jsonl"}
@@ -136,7 +136,7 @@ def run_with(writer: Writer, command: Command) -> list[str]:
     given |= {"max-length": 64, "max-tokens": 8, "max-prompt": 56}
     given |= {"write-seconds": 60, "steps": 1, "rows": 8, "temperatures": "0", "device": "cpu", "taps": "1,2"}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    words += ["--vocabulary-size", "48", "--batch-tokens", "128"]
+    words += ["--vocabulary-size", "48", "--batch-tokens", "128", *more]
     told: list[str] = []
     execute(eagle3.Run, eagle3.options(words), told.append, writer)
     return told
@@ -157,7 +157,7 @@ def test_with_a_writer_no_process_that_trains_loads_the_target(tmp_path: Path, m
     assert writer.calls[:3] == ["writing", "reading (1, 2, 3)", "release"]
     assert len(read_answers(command.work / "answers.jsonl")) == 20
     writer.calls.clear()
-    told = run_with(writer, command)
+    told = run_with(writer, command, "--learning-rate", "0.002")  # another training
     assert set(writer.calls) == {"release"}
     assert any(line.endswith("0 of them new") for line in told)
 

@@ -1,6 +1,6 @@
 """Trains a drafter in processes that Ray Train starts, or in one.
 
-Its arguments are the kind, the options as JSON, and a step. The second process dies before that step, once.
+Its arguments are the kind, the options as JSON, and a step. The last process dies before that step, once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Dying:
     def train(self, texts: Any) -> None:
         run: Any = self
         mark, step = Path(str(run.options.out) + ".died"), run.options.dies
-        if step and run.peers.rank == 1 and not mark.exists():
+        if step and run.peers.rank == run.peers.count - 1 and not mark.exists():
             original, taken = DeviceTraining._step, 0
 
             def counted(training: Any, *arguments: Any) -> Any:
