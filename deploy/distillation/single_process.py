@@ -58,8 +58,8 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add = parser.add_argument
     add("--target", required=True, help="A model directory or a .gguf file.")
     add("--name", default="", help="The target's name in the checkpoint. Unset: that of the directory.")
-    add("--prompts", type=Path, action="append", required=True, help="A JSONL file of prompts. May be repeated.")
-    add("--evaluate", type=Path, help="A JSONL file of prompts that are only measured on.")
+    add("--prompts", type=Path, action="append", required=True, help="A file or data set of prompts. Repeatable.")
+    add("--evaluate", type=Path, help="A file of prompts that are only measured on.")
     add("--evaluate-prompts", type=int, default=8, help="Evaluation prompts of each task.")
     add("--out", type=Path, required=True, help="Directory to write the checkpoint to.")
     add("--answers", type=Path, help="A file of answers. A repeated command goes on from there.")

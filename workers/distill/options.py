@@ -35,8 +35,9 @@ class DistillOptions:
 
     prompts: Annotated[
         tuple[Path, ...],
-        "A JSONL file of prompts, in the format of Spec-Bench, GSM8K, Self-Instruct, chat messages, plain "
-        "text, or system messages alone. May be repeated.",
+        "A JSONL file of prompts, in the format of Spec-Bench, GSM8K, Self-Instruct, chat messages, ShareGPT, plain "
+        "text, or system messages alone; a .txt file with a prompt in each line; or a directory that save_to_disk of "
+        "Hugging Face's datasets wrote. May be repeated.",
     ] = ()
     out: Annotated[Path, "Directory to write the draft to."] = Path()
     plan: Annotated[

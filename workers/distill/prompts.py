@@ -1,17 +1,16 @@
-"""Prompts for the target, from JSONL files. The keys of each line determine its format.
+"""Prompts for the target, from files and data sets. The keys of each row determine its format.
 
 The formats are Spec-Bench (`turns`), GSM8K (`question`), Self-Instruct (`instruction` with `instances`), conversations
-(`messages`), HumanEval (`entry_point` with `prompt`), Multi30k (`en` with `de` or `fr`, to translate into English) and
-plain prompts (`prompt`). Answers in the files are ignored, because the target writes its own. For a line with a system
-message alone (`system`, null for none), the target writes the question as well: a model that was tuned on conversations
-writes questions like those that it was tuned on (Magpie, Xu et al. 2024). A `template` is a prompt in which
-`{document}` stands for a longer answer of the target, each time another one, and `{question}` for what one of these
-answers.
+(`messages`), those of ShareGPT (`conversations`), HumanEval (`entry_point` with `prompt`), Multi30k (`en` with `de` or
+`fr`, to translate into English) and plain prompts (`prompt`). Answers in the files are ignored, because the target
+writes its own. For a line with a system message alone (`system`, null for none), the target writes the question as
+well: a model that was tuned on conversations writes questions like those that it was tuned on (Magpie, Xu et al. 2024).
+A `template` is a prompt in which `{document}` stands for a longer answer of the target, each time another one, and
+`{question}` for what one of these answers.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import Any
 
 from cluster.core.errors import ConfigurationError, shorten
 from cluster.core.json_text import WHOLE, has_half
+from workers.distill.prompt_files import read_rows
 
 _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 DOCUMENT, QUESTION = "{document}", "{question}"
@@ -72,15 +72,13 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 
     Raises `ConfigurationError`, which names the file, the line and what was found.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() splits at more, such as U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"prompts {path}: needed a readable JSONL file; {error}") from None
     prompts = tuple(
-        prompt for number, line in enumerate(lines, 1) if line.strip() for prompt in _read_line(path, number, line)
+        prompt
+        for number, where, row in read_rows(path)
+        for prompt in _prompts_of(row, where, source=path.name, number=number)
     )
     if not prompts:
-        raise ConfigurationError(f"prompts {path}: needed at least one line, found none")
+        raise ConfigurationError(f"prompts {path}: needed at least one prompt, found none")
     return prompts
 
 
@@ -180,14 +178,7 @@ def _shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
     return order
 
 
-def _read_line(path: Path, number: int, line: str) -> list[Prompt]:
-    where = f"prompts {path}, line {number}"
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{where}: needed JSON; {error}") from None
-    if not isinstance(row, dict):
-        raise ConfigurationError(f"{where}: needed an object, found {shorten(row)}")
+def _prompts_of(row: Mapping[str, Any], where: str, *, source: str, number: int) -> list[Prompt]:
     for key, read in _FORMS.items():
         if key in row:
             category = row.get("category", "")
@@ -196,7 +187,7 @@ def _read_line(path: Path, number: int, line: str) -> list[Prompt]:
                 raise ConfigurationError(f"{where}: needed one system message, found two")
             return [
                 Prompt(
-                    path.name,
+                    source,
                     number,
                     tuple(turns),
                     line_system if system is None else system,
@@ -274,6 +265,16 @@ def _messages(row: Mapping[str, Any], where: str) -> list[_Turns]:
     return [(None if system is None else _text(system, f"{where}: the system message"), checked)]
 
 
+def _shared(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    """A conversation as ShareGPT has it. Data sets of this form have many that are empty: nothing is asked there."""
+    found = row["conversations"]
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise ConfigurationError(f"{where}: conversations: needed a list of objects, found {shorten(found)}")
+    roles = {"human": "user"}
+    messages = [{"role": roles.get(one.get("from"), one.get("from")), "content": one.get("value")} for one in found]
+    return _messages({"messages": messages}, where) if messages else []
+
+
 def _system_only(row: Mapping[str, Any], where: str) -> list[_Turns]:
     others = row.keys() - _BESIDE_SYSTEM
     if others:
@@ -306,6 +307,7 @@ _BESIDE_SYSTEM = {"system", "category", "question_id", "id"}
 _FORMS: dict[str, Callable[[Mapping[str, Any], str], list[_Turns]]] = {
     "turns": _turns,
     "messages": _messages,
+    "conversations": _shared,
     "instruction": _instruction,
     "question": _question,
     "entry_point": _function,

@@ -36,6 +36,10 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]},
         ("Hi",),
     ),
+    "ShareGPT": (
+        {"id": "a", "conversations": [{"from": "gpt", "value": "I"}, {"from": "human", "value": "Hi"}] * 2},
+        ("Hi", "Hi"),
+    ),
     "plain": ({"prompt": "Go on."}, ("Go on.",)),
     "Multi30k": ({"de": "Ein Haus.", "en": "A house."}, ("Translate German to English: Ein Haus.",)),
     "template": ({"template": "Summarize: {document}"}, ("Summarize: {document}",)),
@@ -86,8 +90,8 @@ class TestReading:
             ("[1]", "needed an object, found [1]"),
             (
                 '{"text": "a"}',
-                "one of the keys turns, messages, instruction, question, entry_point, prompt, template, en, system; "
-                "found ['text']",
+                "one of the keys turns, messages, conversations, instruction, question, entry_point, prompt, template, "
+                "en, system; found ['text']",
             ),
             ('{"en": "A house."}', "needed de or fr beside en, found ['en']"),
             ('{"template": "Summarize."}', "template: needed {document}, found 'Summarize.'"),
@@ -96,7 +100,9 @@ class TestReading:
                 '{"system": "a", "messages": [{"role": "system", "content": "b"}, {"role": "user", "content": "c"}]}',
                 "needed one system message, found two",
             ),
-            ('{"system": "a", "conversations": []}', "a system message and nothing else, found ['conversations']"),
+            ('{"system": "a", "dialogue": []}', "a system message and nothing else, found ['dialogue']"),
+            ('{"conversations": ["hi"]}', "conversations: needed a list of objects, found ['hi']"),
+            ('{"conversations": [{"from": "gpt", "value": "a"}]}', "needed at least one text, found []"),
             ('{"turns": []}', "turns: needed at least one text, found []"),
             ('{"question": 7}', "question: needed a text that is not empty, found 7"),
             ('{"prompt": " "}', "prompt: needed a text that is not empty, found ' '"),
@@ -121,6 +127,20 @@ class TestReading:
         assert f"{file}, line 2" in str(refused.value)
         assert found in str(refused.value)
 
+    def test_empty_conversations_of_sharegpt_are_left_out_and_its_system_message_is_kept(self, tmp_path: Path) -> None:
+        turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"}]
+
+        (prompt,) = read_prompts(write(tmp_path / "p.jsonl", {"conversations": []}, {"conversations": turns}))
+
+        assert (prompt.line, prompt.system, prompt.turns) == (2, "Be brief.", ("Hi",))
+
+    def test_every_line_of_a_text_file_is_a_prompt(self, tmp_path: Path) -> None:
+        (tmp_path / "p.txt").write_text('One?\n\n  {"prompt": "Two"}\r\n', encoding="utf-8")
+
+        found = read_prompts(tmp_path / "p.txt")
+
+        assert [(prompt.line, prompt.turns) for prompt in found] == [(1, ("One?",)), (3, ('{"prompt": "Two"}',))]
+
     @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
     def test_a_text_may_have_any_separator_of_lines(self, tmp_path: Path, separator: str) -> None:
         """JSON may have them as they are, line feeds alone are escaped."""
@@ -135,6 +155,64 @@ class TestReading:
         for name in ("absent.jsonl", "empty.jsonl"):
             with pytest.raises(ConfigurationError, match=name):
                 read_prompts(tmp_path / name)
+
+
+class TestDataSets:
+    """Directories as `datasets.Dataset.save_to_disk` and `datasets.DatasetDict.save_to_disk` write them."""
+
+    @pytest.fixture(autouse=True)
+    def _arrow(self) -> None:
+        pytest.importorskip("pyarrow")
+
+    @staticmethod
+    def save(directory: Path, *files: list[dict[str, Any]]) -> Path:
+        import pyarrow
+        from pyarrow import ipc
+
+        directory.mkdir(parents=True)
+        names = [f"data-{number:05}-of-{len(files):05}.arrow" for number in range(len(files))]
+        for name, rows in zip(names, files, strict=True):
+            table = pyarrow.Table.from_pylist(rows)
+            with pyarrow.OSFile(str(directory / name), "wb") as file, ipc.new_stream(file, table.schema) as stream:
+                stream.write_table(table, max_chunksize=2)
+        state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "a", "_split": "train"}
+        (directory / "state.json").write_text(json.dumps(state))
+        (directory / "dataset_info.json").write_text("{}")
+        return directory
+
+    def test_columns_have_the_names_of_keys_and_missing_values_are_no_keys(self, tmp_path: Path) -> None:
+        shared = [{"from": "human", "value": "Hi"}]
+        rows: list[dict[str, Any]] = [{"question": f"{number}?", "conversations": None} for number in range(3)]
+
+        found = read_prompts(self.save(tmp_path / "asked", rows, [{"question": None, "conversations": shared}]))
+
+        assert [prompt.turns for prompt in found] == [("0?",), ("1?",), ("2?",), ("Hi",)]
+        assert [(prompt.source, prompt.line) for prompt in found] == [("asked", line) for line in (1, 2, 3, 4)]
+
+    def test_of_several_splits_the_one_to_train_on_is_read(self, tmp_path: Path) -> None:
+        for name in ("train", "test"):
+            self.save(tmp_path / "asked" / name, [{"prompt": name}])
+        (tmp_path / "asked" / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
+
+        assert [prompt.turns for prompt in read_prompts(tmp_path / "asked")] == [("train",)]
+        (tmp_path / "asked" / "dataset_dict.json").write_text('{"splits": ["test"]}')
+        with pytest.raises(ConfigurationError, match=r"needed the split train, found \['test'\]"):
+            read_prompts(tmp_path / "asked")
+
+    def test_what_is_no_data_set_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match=f"prompts {tmp_path}: needed a file, or a directory that `save"):
+            read_prompts(tmp_path)
+        broken = self.save(tmp_path / "broken", [{"prompt": "a"}])
+        (broken / "data-00000-of-00001.arrow").write_bytes(b"x" * 64)
+        with pytest.raises(ConfigurationError, match=r"data-00000-of-00001.arrow: needed a stream of Arrow"):
+            read_prompts(broken)
+        (broken / "state.json").write_text("{}")
+        with pytest.raises(ConfigurationError, match=r"state.json: needed _data_files"):
+            read_prompts(broken)
+
+    def test_a_row_that_is_no_prompt_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match=r"bad, row 2: needed one of the keys .*; found \['text'\]"):
+            read_prompts(self.save(tmp_path / "bad", [{"prompt": "a", "text": "b"}, {"prompt": None, "text": "b"}]))
 
 
 class TestSchedule:
