@@ -70,7 +70,7 @@ def _shape_of(layer: Any) -> DecoderShape | None:
     if _POSITIONS in inspect.signature(type(attention).forward).parameters:
         return None
     parts = {name: child for name, child in attention.named_children() if not _is_trivial(child)}
-    linears = [parts.get(name) for name in sorted(_ATTENTION)]
+    linears: list[Any] = [parts.get(name) for name in sorted(_ATTENTION)]
     linears += [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *filter(None, head_norms(attention))]
     if not parts.keys() <= _ATTENTION | {"q_norm", "k_norm"} or any(
@@ -78,6 +78,9 @@ def _shape_of(layer: Any) -> DecoderShape | None:
     ):
         return None
     if any(not hasattr(norm, "variance_epsilon") for norm in norms):
+        return None
+    packed = {id(norm.weight) for norm in norms} | {id(one) for linear in linears for one in linear.parameters()}
+    if any(id(one) not in packed for one in layer.parameters()):  # as learned sinks
         return None
     dim = int(attention.head_dim)
     if any(norm is not None and norm.weight.shape != (dim,) for norm in head_norms(attention)):

@@ -230,6 +230,16 @@ def test_rotations_that_depend_on_more_than_the_position_are_left_to_torch(confi
     assert supported_shape(AutoModelForCausalLM.from_config(config), torch.float32) is None
 
 
+@pytest.mark.parametrize("part", ["self_attn", "mlp", "input_layernorm", "mlp.act_fn"])
+def test_layers_with_a_parameter_that_the_kernels_do_not_read_are_left_to_torch(part: str) -> None:
+    """One is enough: attention with learned sinks has one of its own."""
+    model = AutoModelForCausalLM.from_config(tiny.llama())
+    assert supported_shape(model, torch.float32) is not None
+    for layer in model.model.layers:
+        layer.get_submodule(part).register_parameter("sinks", torch.nn.Parameter(torch.zeros(6)))
+    assert supported_shape(model, torch.float32) is None
+
+
 def test_queries_that_are_scaled_from_some_position_on_are_left_to_torch(tmp_path: Path) -> None:
     """The trial of the kernels ends before that position."""
     sizes = {"vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 8}
