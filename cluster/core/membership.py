@@ -6,13 +6,25 @@ goes on with the last members that they saw (`merged`) until all have had the ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 BEAT_SECONDS = 1.0
 """Time between two heartbeats of a member, in seconds."""
 EXPIRY_SECONDS = 10.0
 """Silence after which a member counts as gone, in seconds. A lost connection is noticed much sooner by its user."""
+
+
+def _restore(message: Any, values: Sequence[object]) -> None:
+    """Set the fields of a message that another process pickled, in their order.
+
+    That process may run an earlier version, which lacks the last fields; they get their defaults. A later version has
+    further fields, which are left out. So new fields have a default and come last, and none is removed.
+    """
+    for place, field in enumerate(fields(message)):
+        object.__setattr__(message, field.name, values[place] if place < len(values) else field.default)
 
 
 class MemberRole(StrEnum):
@@ -37,6 +49,8 @@ class Load:
     stalled_seconds: float = 0.0
     """How long no step has ended although there are requests, in seconds: the target is lost, frozen or slow."""
 
+    __setstate__ = _restore
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -53,6 +67,8 @@ class Member:
     is_draining: bool = False
     """Whether it finishes its requests and takes no more."""
 
+    __setstate__ = _restore
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -61,6 +77,8 @@ class View:
     members: tuple[Member, ...] = ()
     is_settled: bool = False
     """Whether the directory is old enough that every living member has registered."""
+
+    __setstate__ = _restore
 
     def of(self, role: MemberRole) -> tuple[Member, ...]:
         """The members of a role."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pickle
+from dataclasses import MISSING, fields, replace
+
+import pytest
 
 from cluster.core.membership import Load, Member, MemberRole, Membership, View, merged
 
@@ -53,6 +56,20 @@ def test_a_heartbeat_replaces_the_load() -> None:
     membership.beat(busy, 2.0)
 
     assert membership.view(2.0).members == (busy,)
+
+
+@pytest.mark.parametrize("kind", [Load, Member, View])
+def test_what_an_earlier_version_lacks_has_its_default_and_what_a_later_one_adds_is_left_out(
+    kind: type[Load | Member | View],
+) -> None:
+    """Processes of two versions share a directory while an application in a running Ray cluster is updated."""
+    needed = {one.name: "v" for one in fields(kind) if one.default is MISSING}
+    whole = kind(**needed)  # type: ignore[arg-type]
+    for values in ([*needed.values()], [*(getattr(whole, one.name) for one in fields(kind)), "later"]):
+        read = object.__new__(kind)
+        read.__setstate__(values)
+        assert read == whole
+    assert pickle.loads(pickle.dumps(whole)) == whole  # noqa: S301 - its own bytes
 
 
 def test_a_view_is_filtered_by_role() -> None:
