@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve import Application
 
+from cluster.core.config.base import shared_settings
 from cluster.core.config.sections import Configuration
 from cluster.ingress.access.api_keys import ApiKey
 from cluster.wire.peer_access import PeerAccess
@@ -124,7 +125,7 @@ def bind(
     """
     settled = _on_devices(configuration, placement)
     values = settled.model_dump(mode="json")
-    common = (_version(values), worker_host, access)
+    common = (_version(settled), worker_host, access)
     others = [_bind_targets(settled, placement, values, common)]
     if not settled.draft.is_colocated:
         others.append(_bind_drafters(settled, placement, values, common))
@@ -189,15 +190,9 @@ def _bind_drafters(
     )(DraftReplica).bind(read, version, placement.draft.threads, worker_host, access)
 
 
-def _version(values: Mapping[str, Any]) -> str:
+def _version(configuration: Configuration) -> str:
     """A name of what target and drafters must have in common, to serve each other."""
-    counts = ("replicas", "autoscaling", "threads", "device", "node_resource", "sequences")
-
-    def common_of(section: Mapping[str, Any]) -> dict[str, Any]:
-        settings = {key: value for key, value in section.items() if key not in counts}
-        return {key: common_of(value) if isinstance(value, Mapping) else value for key, value in settings.items()}
-
-    common = {key: common_of(values[key]) for key in ("target", "draft")}
+    common = {"target": shared_settings(configuration.target), "draft": shared_settings(configuration.draft)}
     return sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:16]
 
 

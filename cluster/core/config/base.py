@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, SerializeAsAny
 
@@ -73,6 +74,28 @@ Choice = Annotated[ChoiceType, BeforeValidator(_yaml_choice)]
 
 Taps = Annotated[tuple[Annotated[int, Field(ge=-64, le=4096)] | Literal["middle"], ...], Field(max_length=16)]
 """Names of hidden states of a target. `cluster.core.drafting.Tap` says what they mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unshared:
+    """Marks, in an `Annotated` type, a setting in which targets and drafters that serve each other may differ."""
+
+
+UNSHARED = Unshared()
+"""Marks a number of processes, threads or sequences, or where a process runs."""
+
+
+def shared_settings(section: Section) -> dict[str, Any]:
+    """Return all settings of a section as JSON values, also those of its subsections, but those that are `UNSHARED`."""
+    values = section.model_dump(mode="json")
+    for name, value in section:
+        field = type(section).model_fields.get(name)
+        if field is not None and UNSHARED in field.metadata:
+            del values[name]
+        elif isinstance(value, Section):
+            values[name] = shared_settings(value)
+    return values
+
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]

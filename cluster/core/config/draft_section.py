@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cluster.core.config.base import MIB, Choice, ModuleSection, PluginHost, PluginSettings, Seconds, Taps
+from cluster.core.config.base import MIB, UNSHARED, Choice, ModuleSection, PluginHost, PluginSettings, Seconds, Taps
 from cluster.core.config.model_section import ModelSection, PoolSection
 
 NO_DRAFTS = "none"
@@ -70,11 +70,11 @@ class DraftSection(PluginHost):
     """`auto` sizes each tree by its expected gain, down to no tree at all; `off` always requests the largest tree."""
     alternate: Choice[Literal["off", "on"]] = "off"
     """`on` splits the running sequences into two halves: one half is verified while the other is drafted for."""
-    replicas: Annotated[int, Field(ge=1, le=64)] = 1
+    replicas: Annotated[int, Field(ge=1, le=64), UNSHARED] = 1
     """Number of drafters. Each serves a part of the sequences and has the resources of one drafter."""
-    node_resource: str | None = None
+    node_resource: Annotated[str | None, UNSHARED] = None
     """Custom Ray resource of the nodes that drafters run on; unset: any node, also one that a target has room on."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int, Field(ge=0), UNSHARED] = 0
     """Intra-op threads of each drafter on CPU; 0 lets the placement choose."""
     timeout_seconds: Seconds = 0.5
     """Longest wait for a proposal of a drafter, in seconds; then the round continues without drafts."""

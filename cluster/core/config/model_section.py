@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cluster.core.config.base import MIB, Choice, Section
+from cluster.core.config.base import MIB, UNSHARED, Choice, Section
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in each format of `dtype`."""
@@ -23,7 +23,7 @@ class ModelSection(Section):
     """Number format of weights, computation and KV cache."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` draws random weights in the shape of `config.json`, to measure speed where no weights are at hand."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], UNSHARED] = "auto"
     """Device that the model computes on; `auto` takes a GPU where one is free, else the CPU."""
     compile: Choice[Literal["off", "on", "auto"]] = "auto"
     """Whether layers are compiled at start; `auto` compiles in reduced precision unless Pilotfish's kernels apply."""

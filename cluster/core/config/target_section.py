@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from cluster.core.answer_format_rows import call_format_names, reasoning_format_names
-from cluster.core.config.base import Choice, PluginHost, Positive, Seconds, Section, Taps
+from cluster.core.config.base import UNSHARED, Choice, PluginHost, Positive, Seconds, Section, Taps
 from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.server import AutoscalingSection
 
@@ -28,7 +28,7 @@ class KvSection(PoolSection):
     disk_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     """Most bytes that each rank stores in `disk_directory`."""
 
-    sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
+    sequences: Annotated[Annotated[int, Field(ge=1, le=4096)] | None, UNSHARED] = None
     """Sequences of a model with recurrent layers whose states the pool holds; unset: `scheduler.max_sequences`."""
     prefix_states: Annotated[int, Field(ge=1, le=65536)] | None = None
     """States of recurrent layers that the pool keeps at the ends of cached blocks, where sequences with the same prefix
@@ -76,11 +76,11 @@ class TargetSection(ModelSection, PluginHost):
     reasoning_parser: str = "auto"
     """How the model writes what it thinks, by vLLM's name of the parser; `auto`: as with `tool_parser`, `none`: what it
     thinks is content."""
-    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    replicas: Annotated[int, Field(ge=1, le=1024), UNSHARED] = 1
     """Number of targets. Each has its own coordinator and ranks, and answers a part of the requests."""
-    autoscaling: AutoscalingSection = AutoscalingSection()
+    autoscaling: Annotated[AutoscalingSection, UNSHARED] = AutoscalingSection()
     """How the number of replicas changes with the load."""
-    node_resource: str | None = None
+    node_resource: Annotated[str | None, UNSHARED] = None
     """Custom Ray resource of the nodes that targets run on; unset: any node with enough cores and GPUs."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of ranks that share each layer; it must divide the number of attention heads. Where it exceeds the number
@@ -104,7 +104,7 @@ class TargetSection(ModelSection, PluginHost):
     symmetric_memory: Choice[Literal["off", "on"]] = "off"
     """Whether ranks on GPUs of one host sum up to 10 MiB through PyTorch's symmetric memory, if all of them pass a
     trial; else a warning says why not. It has not run on GPUs yet."""
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int, Field(ge=0), UNSHARED] = 0
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0
     """Longest wait for a step, in seconds. Then its sequences are sent again, and a worker that hangs is replaced."""

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from cluster.core.config.base import UNSHARED, shared_settings
 from cluster.core.config.load import known_keys, load
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
@@ -249,6 +250,24 @@ def test_every_key_is_known_and_described() -> None:
     assert {"target.path", "draft.model.path", "draft.ngram.max", "target.kv.pool_bytes", "log_level"} <= set(keys)
     assert len(keys) == len(set(keys))
     assert [key for key, field in all_fields().items() if not field.description] == []
+
+
+def test_a_setting_of_targets_or_drafters_is_unshared_wherever_its_name_is() -> None:
+    """A count of processes or threads, or their place, in one plug-in and shared in another one is a mistake."""
+    own = {key: field for key, field in all_fields().items() if key.startswith(("target.", "draft."))}
+    unshared = {key for key, field in own.items() if UNSHARED in field.metadata}
+    names = {key.rpartition(".")[2] for key in unshared}
+    assert {"replicas", "autoscaling", "threads", "device", "node_resource", "sequences"} <= names
+    assert {key for key in own if key.rpartition(".")[2] in names} == unshared
+
+
+def test_the_settings_that_are_shared_leave_out_those_of_sections_inside() -> None:
+    configuration = load({"target": {"kv": {"sequences": 3}}, "draft": {"model": {"device": "cpu"}}}, {}, PLUGINS)
+    shared = shared_settings(configuration.target) | shared_settings(configuration.draft)
+    assert {"path", "kv", "max_nodes", "model"} <= shared.keys()
+    assert not {"replicas", "threads", "device"} & shared.keys()
+    assert "sequences" not in shared["kv"] and "block_size" in shared["kv"]
+    assert "device" not in shared["model"] and "path" in shared["model"]
 
 
 def test_every_setting_is_read() -> None:

@@ -67,6 +67,7 @@ def test_targets_find_the_drafters_of_another_number_of_targets() -> None:
     nodes = [{"cpus": 64, "resource": "all"}]
     one, ninety = (version(target={"replicas": number}, nodes=nodes) for number in (1, 90))
     assert one == ninety != version(target={"replicas": 1, "dtype": "bfloat16"}, nodes=nodes)
+    assert one == version(target={"threads": 2}, draft={"threads": 3}, nodes=nodes)
 
 
 def test_a_wrong_argument_is_refused_with_the_nearest_key() -> None:

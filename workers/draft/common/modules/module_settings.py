@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from cluster.core.config.base import PluginSettings
+from cluster.core.config.base import UNSHARED, PluginSettings
 from cluster.core.config.draft_section import DraftModuleSection, DraftSection
 from cluster.core.drafting import EvidenceNeeds
 from workers.draft.common.modules.ranked_paths import TreeForm
@@ -36,7 +36,7 @@ class ModuleSettings(DraftModuleSection):
 class ContextSettings(PluginSettings):
     """The memory for keys and values that are made from the target's hidden states."""
 
-    sequences: Annotated[int, Field(ge=1, le=1 << 22)] | None = None
+    sequences: Annotated[Annotated[int, Field(ge=1, le=1 << 22)] | None, UNSHARED] = None
     """Most sequences whose keys and values are kept; beyond it, the least recently used one is sent again. Unset: as
     many as `target.replicas` or `target.autoscaling.max_replicas` targets run at once, and at least 256. The
     chart without autoscaling tells the number of targets to Ray Serve alone: set it there if more run at once."""
