@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from cluster.core import bounds
@@ -15,10 +16,18 @@ from pilotfish.v1 import generation_pb2
 
 _TAKEN_WITH_BEAMS = {"temperature", "seed", "end_token_ids", "min_tokens", "no_repeat_ngram_size"}
 """Parameters that beam search applies, or that change nothing in it."""
-INCOMPATIBLE_WITH_BEAMS = tuple(
-    field.name for field in fields(SamplingParameters) if field.name not in _TAKEN_WITH_BEAMS
+_REFUSED_PARAMETERS = tuple(field.name for field in fields(SamplingParameters) if field.name not in _TAKEN_WITH_BEAMS)
+_FIELDS_WITH_BEAMS = {
+    *("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "n", "best_of", "beam_search"),
+    *("cache_salt", "max_draft_tokens", "prediction_text", "prediction_token_ids", "resume", "coordinator"),
+    *("prompt_options", "skip_special_tokens", "priority", "store", "client", "client_allows_learning", "traceparent"),
+}
+"""Fields of a request that beam search applies, or that change nothing in it. It refuses all others."""
+INCOMPATIBLE_WITH_BEAMS = (
+    *_REFUSED_PARAMETERS,
+    *(one.name for one in generation_pb2.GenerateRequest.DESCRIPTOR.fields if one.name not in _FIELDS_WITH_BEAMS),
 )
-"""Parameters that beam search refuses: they change the probabilities, or report them per sampled token."""
+"""Parameters that beam search refuses: they change the probabilities, or report what beams do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +71,10 @@ def answer_count(
         return AnswerCount(returned, generated)
     _check_width(generated, stopping, info)
     _check_beam_compatible(sampling, stopping)
-    if request.bad_words:
-        raise _incompatible("bad_words", list(request.bad_words), "left out")
-    if request.return_drafts:
-        raise InvalidRequest("return_drafts", True, "false with beam search, which has no drafts")
+    for field, value in request.ListFields():
+        if field.name not in _FIELDS_WITH_BEAMS:
+            shown = list(value) if isinstance(value, Sequence) else value
+            raise InvalidRequest(field.name, shown, "left out with beam search")
     scoring = decode_beam_search(request.beam_search, info.beam_scoring)
     beam = BeamParameters(generated, scoring.length_penalty, scoring.early_stopping)
     return AnswerCount(returned, generated, beam)
@@ -87,7 +96,7 @@ def _check_beam_compatible(sampling: SamplingParameters, stopping: StoppingCrite
     default = SamplingParameters(seed=sampling.seed)
     if sampling.temperature not in (0, default.temperature):
         raise _incompatible("temperature", sampling.temperature, "0, 1 or left out")
-    for name in INCOMPATIBLE_WITH_BEAMS:
+    for name in _REFUSED_PARAMETERS:
         value = getattr(sampling, name)
         if value != getattr(default, name):
             raise _incompatible(name, value, "left out")

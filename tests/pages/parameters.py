@@ -18,7 +18,7 @@ _OWN_NAMES = {"grammar": _GRAMMARS, "thinking": ("thinking_token_budget",), "log
 _NOT_WITH_BEAMS = "Refused with `use_beam_search`."
 _WITH_BEAMS = {
     **{name: _NOT_WITH_BEAMS for field in INCOMPATIBLE_WITH_BEAMS for name in _OWN_NAMES.get(field, (field,))},
-    **dict.fromkeys(("return_drafts", "stop", "stream"), _NOT_WITH_BEAMS),
+    **dict.fromkeys(("stop", "stream"), _NOT_WITH_BEAMS),
     "temperature": "With `use_beam_search`, 0 or 1.",
     "tool_choice": "With `use_beam_search`, `auto` or `none`.",
 }

@@ -182,6 +182,8 @@ def beams(width: int = 4, **values: object) -> Request:
         (beams(sampling=Sampling(logit_bias=[common_pb2.LogitBias(token_id=1, bias=1)])), "logit_bias"),
         (beams(sampling=Sampling(logprobs=0)), "logprobs"),
         (beams(stopping=Stopping(stop=["x"])), "stop"),
+        (beams(bad_words=["x"]), "bad_words"),
+        (beams(return_drafts=True), "return_drafts"),
     ],
 )
 def test_answer_counts_and_beams_out_of_bounds_are_refused_by_name(request_: Request, field: str) -> None:
