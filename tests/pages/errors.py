@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from cluster.core.errors import ERROR_CLASSES, InvalidRequest, PilotfishError
 from cluster.ingress.openai.errors import error_response
 from cluster.wire.status import to_status
 
-_HEAD = """# Errors
+
+def _fields(path: str) -> str:
+    """The names of the fields of an error in the API of a path."""
+    error = json.loads(error_response(InvalidRequest("field", "value", "bound")).body(path))["error"]
+    return f"{{{', '.join(map(json.dumps, error))}}}"
+
+
+_HEAD = f"""# Errors
 
 Every error of the HTTP API and of the gRPC API. This page is generated from the code by `make pages`.
 
-Over HTTP, the body is `{"error": {"message", "type", "param", "code"}}`; `param` names the field of the request. A
-stream that has begun sends the same object as its last event. `/v1/messages` and the paths below it answer in
-Anthropic's form, `{"type": "error", "error": {"type", "message"}}`. Over gRPC, the status has the code below, and the
-trailers have its details: `grpc-status-details-bin` as a `google.rpc.Status`, `pilotfish-error-bin` with the error's
-name and field as JSON. Both send `retry-after`, in seconds, where waiting helps. Messages of errors inside the cluster
+Over HTTP, the body is `{{"error": {_fields("/v1")}}}`; `param` names the field of the request. A
+stream that has begun sends the same object as its last event, `/v1/responses` the same fields in its event `error`,
+where `type` is `error`. `/v1/messages` and the paths below it answer in Anthropic's form,
+`{{"type": "error", "error": {_fields("/v1/messages")}}}`. Over gRPC, the status has the code below, and the trailers
+have its details: `grpc-status-details-bin` as a `google.rpc.Status`, `pilotfish-error-bin` with the error's name and
+field as JSON. Both send `retry-after`, in seconds, where waiting helps. Messages of errors inside the cluster
 say nothing of processes, addresses or files: the log of the ingress has them, with the id of the request.
 
 | error | HTTP | `code` | gRPC | meaning | what to do |

@@ -259,7 +259,8 @@ class _ResponseObject:
         }
 
     def error(self, error: ErrorResponse) -> Event:
-        return self._event("error", code=error.code, message=error.message, param=error.param)
+        kind, event = self._event("error")
+        return kind, error.fields | event
 
     def _take_scored(self) -> list[Json]:
         """Move the log-probabilities of tokens into the text that is open, and return them."""

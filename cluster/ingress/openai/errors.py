@@ -39,12 +39,16 @@ class ErrorResponse:
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def fields(self) -> dict[str, str | None]:
+        """The fields of an error in OpenAI's API, also of the last event of a stream that fails."""
+        return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
     def body(self, path: str = "") -> bytes:
         """Return the JSON body for a request to `path`, in ASCII because the message may have a lone surrogate."""
         if _ANTHROPICS in f"{path}/":
             return json.dumps(anthropics_error(self.status, self.message)).encode()
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()
+        return json.dumps({"error": self.fields}).encode()
 
     def response(self, scope: Scope) -> Response:
         """Return the response to a request."""

@@ -16,6 +16,7 @@ from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import DeadlineExceeded, InvalidRequest
 from cluster.ingress.endpoints.responses import Conversations
 from cluster.ingress.http import create_app
+from cluster.ingress.openai.errors import error_response
 from tests.support.fakes.fake_engine import MODEL, listening
 from tests.support.fakes.http_app import HI, HttpApi, api_that_writes, error_of, openai_client, prompt_of
 
@@ -261,6 +262,26 @@ async def test_an_error_in_mid_stream_is_an_event(tmp_path: Path) -> None:
         response = await api.post(f"/v1/{path}", **body, stream=True)
         assert response.status_code == 200
         assert response.text.rstrip().rpartition("event: ")[2].startswith("error\n")
+
+
+async def test_errors_have_all_their_fields_before_and_in_a_stream(tmp_path: Path) -> None:
+    """One that is added to `ErrorResponse` reaches every API but Anthropic's, which has its own."""
+    api = api_that_writes(tmp_path, TEXT)
+    failure = DeadlineExceeded("late")
+    own, anthropics = set(error_response(failure).fields), {"type", "message"}
+    wanted: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
+        "chat/completions": ({"messages": HI}, own, {"error"}),
+        "completions": ({"prompt": "hi"}, own, {"error"}),
+        "responses": ({"input": "hi"}, own, {*own, "sequence_number"}),
+        "messages": ({"messages": HI, "max_tokens": 9}, anthropics, {"type", "error"}),
+    }
+    for path, (body, fields, event) in wanted.items():
+        api.engine.failure = failure
+        refused = await api.post(f"/v1/{path}", **body)
+        assert set(refused.json()["error"]) == fields, path
+        streamed = await api.post(f"/v1/{path}", **body, stream=True)
+        (*_, last) = (line for line in streamed.text.splitlines() if line.startswith("data: {"))
+        assert set(json.loads(last.removeprefix("data: "))) == event, path
 
 
 async def test_an_error_in_mid_stream_names_the_clients_own_field(tmp_path: Path) -> None:
