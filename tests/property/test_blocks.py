@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -21,6 +24,8 @@ LAYOUTS = [
     KvLayout(SIZE, (KvGroup(1, window=5),)),
     KvLayout(SIZE, (KvGroup(1, window=2), KvGroup(2, window=9, sinks=5))),
 ]
+POLICIES: list[dict[str, Any]] = [{}]
+"""Further arguments of `BlockAllocator`, by name: a case for each policy of eviction."""
 Content = dict[int, tuple[object, ...]]
 """Maps an offset in a block to the owner of its keys: the salt, the table and all tokens up to the position."""
 
@@ -35,11 +40,12 @@ class BlockTables(RuleBasedStateMachine):
         spare=st.integers(1, 12),
         cached=st.sampled_from([True, True, False]),
         moved_out=st.booleans(),
+        policy=st.sampled_from(POLICIES),
     )
-    def begin(self, layout: KvLayout, spare: int, cached: bool, moved_out: bool) -> None:
+    def begin(self, layout: KvLayout, spare: int, cached: bool, moved_out: bool, policy: dict[str, Any]) -> None:
         self.layout = layout
         self.blocks_total = 6 * layout.tables + spare
-        self.allocator = BlockAllocator(self.blocks_total, layout, cached, self.evicted)
+        self.allocator = BlockAllocator(self.blocks_total, layout, cached, self.evicted, **policy)
         self.tables: list[BlockTable] = []
         self.seen: list[tuple[list[int], str]] = []
         self.salts: dict[int, str] = {}
@@ -191,11 +197,24 @@ TestBlockTables = BlockTables.TestCase
 TestBlockTables.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
+def test_every_argument_of_the_allocator_is_varied_here() -> None:
+    varied = {"blocks_total", "layout", "prefix_cache", "on_evict"}.union(*POLICIES)
+    elsewhere = {"has_state"}  # tests/unit/verify/test_recurrent_prefixes.py
+    assert set(inspect.signature(BlockAllocator).parameters) == varied | elsewhere
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.groups[0].window is None])
 @given(prompts=st.lists(few_tokens, min_size=1, max_size=12), held=st.booleans())
-def test_no_block_is_evicted_before_the_cached_ones_behind_it(prompts: list[list[int]], held: bool) -> None:
-    """A block is found only behind the one before it, so blocks behind an evicted one would fill memory for nothing."""
+def test_no_block_is_evicted_before_the_cached_ones_behind_it(
+    layout: KvLayout, policy: dict[str, Any], prompts: list[list[int]], held: bool
+) -> None:
+    """A block is found only behind the one before it, so blocks behind an evicted one would fill memory for nothing.
+
+    Not with a window: what leaves it is no longer needed, and is released before the blocks behind it.
+    """
     evicted: list[BlockId] = []
-    allocator = BlockAllocator(80, KvLayout(SIZE), on_evict=lambda _, block: evicted.append(block))
+    allocator = BlockAllocator(80 * layout.tables, layout, on_evict=lambda _, block: evicted.append(block), **policy)
     waiting: BlockTable | None = None
     for tokens in prompts:
         table, _ = allocator.adopt(allocator.find(tokens))
@@ -206,7 +225,7 @@ def test_no_block_is_evicted_before_the_cached_ones_behind_it(prompts: list[list
         waiting = table if held else allocator.release(table)
     if waiting is not None:
         allocator.release(waiting)
-    chains = [allocator.find(tokens).blocks[0] for tokens in prompts]
+    chains = [blocks for tokens in prompts for blocks in allocator.find(tokens).blocks[: layout.groups[0].tables]]
     allocator.reserve(allocator.new_table(), 80 * SIZE)
     places = {block: place for place, block in enumerate(evicted)}
     for chain in chains:
