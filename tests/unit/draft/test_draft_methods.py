@@ -17,7 +17,7 @@ from cluster.core.ids import SequenceId
 from cluster.core.tree import TokenTree
 from tests.integration.test_speculation import DRAFTING, ON_THE_TARGET
 from workers.draft.common.idle_work import IdleWork
-from workers.draft.registry import METHODS, create, register
+from workers.draft.registry import METHODS, check_standalone, create, register
 from workers.serve.configuration import load_configuration
 
 UNRESTARTED = {
@@ -28,7 +28,9 @@ UNRESTARTED = {
     "synthetic": "its drafts are accepted whatever the target decides",
 }
 """Methods that `tests/integration/test_speculation.py` restarts no drafter and no target of, and why."""
-DRAFTS = Path(__file__).parents[3] / "deploy" / "docs" / "drafts.md"
+ROOT = Path(__file__).parents[3]
+DRAFTS = ROOT / "deploy" / "docs" / "drafts.md"
+FOR_VLLM = ROOT / "protos" / "pilotfish_vllm" / "README.md"
 
 
 class RepeatSettings(PluginSettings):
@@ -79,6 +81,21 @@ def test_the_page_of_drafts_describes_every_method() -> None:
     (refused,) = re.findall(r"^For encoder-decoder targets .*?, (.*?) are refused", page, re.MULTILINE)
     assert [name for name in METHODS.names() if f"\n| `{name}` | " not in page] == []
     assert re.findall(r"`(\w+)`", refused) == [name for name, one in METHODS.items() if not one.for_encoder_decoder]
+
+
+def test_the_page_for_vllm_names_the_methods_that_need_more_than_tokens() -> None:
+    page = FOR_VLLM.read_text("utf-8")
+    (drafting,) = re.findall(r"The methods (.*?) draft from them", page)
+    (refused,) = re.findall(r"needs hidden states, ranked tokens or decisions \((.*?)\) is refused", page)
+    draft = load_configuration({}).draft
+    reasons = {}
+    for name in METHODS.names():
+        try:
+            check_standalone(draft.model_copy(update={"method": name}))
+        except ConfigurationError as error:
+            reasons[name] = str(error)
+    assert re.findall(r"`(\w+)`", refused) == [name for name, reason in reasons.items() if "it needs the" in reason]
+    assert not reasons.keys() & set(re.findall(r"`(\w+)`", drafting))
 
 
 def test_every_method_is_restarted_while_it_drafts() -> None:
