@@ -22,6 +22,7 @@ from deploy.distillation.single_process import (
     layers_like,
 )
 from workers.distill.answers import Answer
+from workers.distill.divergence import DIVERGENCES, FORWARD_KL
 from workers.distill.eagle3.head import Eagle3Head
 from workers.distill.eagle3.states import TextStates
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
@@ -43,6 +44,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--vocabulary-size", type=int, default=8192, help="Tokens that the head can propose.")
     add("--tap-norm", choices=("each", "none"), default="each", help="Whether each hidden state is normalised.")
     add("--depths", type=int, default=5, help="Steps of a roll-out.")
+    add("--loss", choices=tuple(DIVERGENCES), default=FORWARD_KL, help="Divergence to minimise.")
     add("--learning-rate", type=float, default=1e-3)
     add("--batch-tokens", type=int, default=16384, help="Tokens of a batch, padding included.")
     return checked(parser.parse_args(arguments), {"depths": (1, 64), "batch_tokens": (1, 1 << 24)})
@@ -94,7 +96,9 @@ class Run(SingleProcess):
         measured = {name: self._states(answers, taps) for name, answers in texts.measured.items()}
         head = self._head(taps, vocabulary)
         self.drop_layers()
-        plan = RollOutPlan(**self.plan_values(), depths=chosen.depths, batch_tokens=chosen.batch_tokens)
+        plan = RollOutPlan(
+            **self.plan_values(), depths=chosen.depths, batch_tokens=chosen.batch_tokens, loss=chosen.loss
+        )
         rows = torch.tensor(vocabulary, device=self.device)
         self.peers.shard(head)
         training = RollOutTraining(self.target, head, rows, plan, self.peers)

@@ -14,6 +14,7 @@ from deploy.distillation import dspark, eagle3
 from deploy.distillation.execute import execute
 from deploy.distillation.single_process import TextWriter
 from workers.distill.data import ANSWERS
+from workers.distill.divergence import divergence_named
 from workers.distill.job import DistillJob
 from workers.distill.options import DSPARK, DistillOptions
 from workers.distill.seq2seq_data import is_encoder_decoder
@@ -26,7 +27,7 @@ _ROUNDS = 8
 _SERVED_PROMPTS, _SERVED_TOKENS = 8, 64
 """Prompts that the served draft answers, and most tokens of each answer."""
 _OF_OTHER_KINDS = (
-    *("field", "layers", "student_config", "start", "int8", "search", "on_policy", "loss", "optimizer"),
+    *("field", "layers", "student_config", "start", "int8", "search", "on_policy", "optimizer"),
     *("mix_rank", "selector_rank"),
 )
 
@@ -39,9 +40,10 @@ def distill_in_one_process(job: DistillJob) -> None:
     """
     given = job.options
     is_block = given.kind == DSPARK
-    for name in (*_OF_OTHER_KINDS, *(("vocabulary_size",) if is_block else ())):
+    for name in (*_OF_OTHER_KINDS, *(("vocabulary_size", "loss") if is_block else ())):
         if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
             raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
+    divergence_named(given.loss)
     if given.max_tokens >= given.max_length:
         raise ConfigurationError(
             f"--max-tokens: {given.max_tokens} is refused; it must be below --max-length, {given.max_length}, of which "
@@ -100,7 +102,7 @@ def _common(job: DistillJob) -> list[str]:
 def head_words(given: DistillOptions) -> list[str]:
     """The options of an EAGLE-3 head."""
     words = ["--batch-tokens", str(given.batch_tokens), "--depths", str(given.depths or _DEPTHS)]
-    return [*words, "--vocabulary-size", str(given.vocabulary_size or _VOCABULARY)]
+    return [*words, "--vocabulary-size", str(given.vocabulary_size or _VOCABULARY), "--loss", given.loss]
 
 
 def block_words(given: DistillOptions) -> list[str]:

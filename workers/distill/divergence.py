@@ -33,7 +33,16 @@ def reverse_kl(student: Tensor, target: Tensor, known: Tensor) -> Tensor:
     return (student.exp() * (student - target)).masked_fill(~known, 0.0).sum(dim=-1)
 
 
-DIVERGENCES: dict[str, Divergence] = {"forward_kl": forward_kl, "reverse_kl": reverse_kl}
+def overlap(student: Tensor, target: Tensor, known: Tensor) -> Tensor:
+    """One minus the sum of min(p, q): the share of tokens that the best coupling of both rejects (total variation).
+
+    Its gradient is small where the student is far from the target: train by a KL divergence first.
+    """
+    return 1 - torch.minimum(student.exp(), target.exp()).masked_fill(~known, 0.0).sum(dim=-1)
+
+
+FORWARD_KL = "forward_kl"
+DIVERGENCES: dict[str, Divergence] = {FORWARD_KL: forward_kl, "reverse_kl": reverse_kl, "overlap": overlap}
 
 
 def divergence_named(name: str) -> Divergence:

@@ -68,7 +68,7 @@ class TrainingPlan:
     """Settings of a training. It takes `steps` or `seconds`, and the learning rate schedule spans it."""
 
     loss: str = "forward_kl"
-    """`forward_kl` or `reverse_kl`."""
+    """The name of the divergence that is minimised, one of `DIVERGENCES`."""
     on_policy: float = 0.0
     """Share of the batches whose answers the student writes."""
     learning_rate: float = 1e-3

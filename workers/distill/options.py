@@ -116,7 +116,11 @@ class DistillOptions:
     optimizer: Annotated[str, "Optimizer of heads, block and eagle: muon or adamw."] = "muon"
     int8: Annotated[bool, "Store the matrices of heads, block or eagle as int8."] = False
     search: Annotated[bool, "For exit: find the layers that draft on held-out answers, instead of --layers."] = False
-    loss: Annotated[str, "Divergence to minimise: forward_kl or reverse_kl."] = "forward_kl"
+    loss: Annotated[
+        str,
+        "Divergence to minimise, of all kinds but dspark: forward_kl, reverse_kl, or overlap, the share of tokens that "
+        "the target rejects at best: one minus the sum of min(p, q).",
+    ] = "forward_kl"
     on_policy: Annotated[float, "Share of batches whose answers the student writes."] = 0.0
     minutes: Annotated[
         float | None,
@@ -190,7 +194,8 @@ class DistillOptions:
         if self.kind not in PLANNED:
             kinds = ", ".join(PLANNED)
             raise ConfigurationError(f"--plan: refused for kind {self.kind}; it is for the kinds {kinds}")
-        for name, known in (("precision", "bfloat16"), ("optimizer", "muon"), ("on_policy", 0.0)):
+        counted = [("precision", "bfloat16"), ("optimizer", "muon"), ("on_policy", 0.0)]
+        for name, known in [*counted, *([("loss", "forward_kl")] if self.kind in SINGLE_PROCESS else [])]:
             if (value := getattr(self, name)) != known:
                 raise ConfigurationError(f"{_option(name)}: {value} is refused with --plan, which counts {known}")
 

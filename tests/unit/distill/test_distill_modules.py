@@ -257,6 +257,17 @@ def test_what_one_process_trains_is_a_public_checkpoint_that_is_served(
     assert f"{refused[0]}: refused for kind {kind}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kind", "loss", "message"),
+    [("eagle3", "hinge", "loss: 'hinge' is unknown"), ("dspark", "overlap", "--loss: refused for kind dspark")],
+)
+def test_a_loss_that_a_kind_does_not_have_is_refused(
+    module_run: ModuleRun, capsys: pytest.CaptureFixture[str], kind: str, loss: str, message: str
+) -> None:
+    assert module_run.run(kind, "--steps", "1", "--loss", loss) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_templates_of_questions_are_refused_where_no_cluster_writes_them(
     module_run: ModuleRun, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.device_training import DevicePlan, DeviceTraining, Measured
+from workers.distill.divergence import FORWARD_KL, divergence_named
 from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
 from workers.distill.eagle3.states import TextBatch, TextStates, target_probabilities
 from workers.distill.examples import fill_batches
@@ -31,6 +32,8 @@ class RollOutPlan(DevicePlan):
     """Steps of a roll-out."""
     batch_tokens: int = 16384
     """Tokens of a batch, padding included, of all processes together."""
+    loss: str = FORWARD_KL
+    """The name of the divergence that is minimised, one of `DIVERGENCES`."""
 
 
 class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
@@ -95,7 +98,7 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
             places = drafted[depth].to(device, non_blocking=True)
             logits = self._logits(output[:, :-1].flatten(0, 1)[places]).float()
             goal = wanted[first[drafted[depth]].to(device, non_blocking=True)]
-            loss = loss + weights[depth] * torch.nn.functional.cross_entropy(logits, goal, reduction="sum")
+            loss = loss + weights[depth] * roll_out_loss(logits, goal, plan.loss)
         return loss, loss.reshape(1)
 
     def _outputs(self, batch: TextBatch) -> list[Tensor]:
@@ -151,6 +154,18 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         groups = [{"params": vectors, "weight_decay": 0.0}, {"params": decayed, "weight_decay": plan.weight_decay}]
         adam = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95))
         return (self._muon(inner), adam) if is_gpu else (adam,)
+
+
+def roll_out_loss(logits: Tensor, goal: Tensor, name: str) -> Tensor:
+    """The sum over positions of a divergence of `DIVERGENCES`, but for what does not depend on the logits.
+
+    `logits` and `goal` are [positions, draft vocabulary], float32. `goal` are the target's probabilities; a row sums to
+    less than one where the target has other tokens.
+    """
+    if name == FORWARD_KL:
+        return torch.nn.functional.cross_entropy(logits, goal, reduction="sum")
+    target = goal.clamp(min=torch.finfo(goal.dtype).tiny).log()
+    return divergence_named(name)(logits.log_softmax(dim=-1), target, torch.ones_like(goal, dtype=torch.bool)).sum()
 
 
 def _grouped(order: Sequence[int], lengths: Sequence[int], most_tokens: int) -> list[tuple[int, ...]]:

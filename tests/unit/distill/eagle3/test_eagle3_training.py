@@ -144,11 +144,12 @@ def test_texts_shorter_than_a_roll_out_are_measured(target: PreTrainedModel) -> 
 
 
 @pytest.mark.slow
-def test_a_head_learns_to_draft_the_texts(target: PreTrainedModel, answers: tuple[Answer, ...]) -> None:
+@pytest.mark.parametrize("loss", ["forward_kl", "overlap"])
+def test_a_head_learns_to_draft_the_texts(target: PreTrainedModel, answers: tuple[Answer, ...], loss: str) -> None:
     torch.manual_seed(0)
     head = Eagle3Head(shape(), len(DRAFTED))
     texts = TextStates(target, answers, TAPS, max_length=64, batch_tokens=128)
-    plan = RollOutPlan(steps=60, depths=DEPTHS, learning_rate=1e-2, batch_tokens=240, is_bfloat16=False)
+    plan = RollOutPlan(steps=60, depths=DEPTHS, learning_rate=1e-2, batch_tokens=240, is_bfloat16=False, loss=loss)
     training = RollOutTraining(target, head, torch.tensor(DRAFTED), plan)
     before = training.measure(texts)
     losses: list[float] = []
