@@ -10,11 +10,19 @@ from torch import nn
 from workers.forward.activations import replace_activations
 from workers.forward.experts import fast_experts, is_mixture
 from workers.forward.layer_lists import plan_name
-from workers.forward.linear import FastLinear, PackedWeight, make_linear_kernel, merge_linears
+from workers.forward.linear import (
+    FastLinear,
+    PackedKernel,
+    PackedWeight,
+    local_product,
+    make_linear_kernel,
+    merge_linears,
+)
 from workers.forward.weights.base import LinearKernel, NoGpuProduct, Storage
 from workers.forward.weights.choice import store
-from workers.forward.weights.modules import LINEAR_TYPES, StoredLinear
+from workers.forward.weights.modules import LINEAR_TYPES, StoredEmbedding, StoredLinear
 from workers.forward.weights.plain import TiledWeight
+from workers.kv.start_memory import FreedMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,10 +50,14 @@ def replace_linear_layers(model: PreTrainedModel, quantization: str = "none", di
     how = quantization, directory, next(types, torch.get_default_dtype())
     _replace_experts(model, how)
     replace_activations(model)  # after the experts, whose function is a part of their kernels
+    embeddings = (module for module in model.modules() if isinstance(module, StoredEmbedding))
+    tables = {id(module.storage): module for module in embeddings if not module.is_shared}
     # The list holds only parents: a reference to a linear layer would keep its old weights in memory.
     parents = [(path, module) for path, module in model.named_modules() if not _is_linear(module)]
+    freed = FreedMemory()
     for path, parent in parents:
         for names in _SIBLINGS:
+            freed.add(sum(_stored_bytes(getattr(parent, name, None)) for name in names))
             _merge(parent, path, names, plan, how)
         for name, child in list(parent.named_children()):
             if name == _ROUTER and type(getattr(child, "weight", None)) is nn.Parameter and child.weight.is_cpu:
@@ -53,7 +65,11 @@ def replace_linear_layers(model: PreTrainedModel, quantization: str = "none", di
             if name in _READ_BY_PARENT or name == _ROUTER:
                 continue
             if _is_linear(child) and (style := _style(child, f"{path}.{name}", plan)) is not None:
-                setattr(parent, name, _replace(child, f"{path}.{name}", style, how))
+                table = tables.get(id(getattr(child, "storage", None)))
+                freed.add(_stored_bytes(child))
+                fast = _replace(child, f"{path}.{name}", style, how)
+                setattr(parent, name, fast)
+                _share_rows(fast, table)
 
 
 def has_only_fast_linears(model: nn.Module) -> bool:
@@ -136,6 +152,19 @@ def _replace(layer: nn.Module, path: str, style: str, how: _How) -> FastLinear:
         fast.weight = PackedWeight(layer.weight.dtype, torch.Size((storage.outputs, storage.inputs)))
     layer._parameters.clear()  # see `_replace_experts`
     return fast
+
+
+def _stored_bytes(layer: object) -> int:
+    """Bytes of a layer's matrix if it stays as it is stored."""
+    return layer.storage.nbytes if isinstance(layer, StoredLinear) else 0
+
+
+def _share_rows(fast: FastLinear, table: StoredEmbedding | None) -> None:
+    """Let an embedding with the same matrix read the packed rows, so that memory has the matrix once."""
+    product = local_product(fast)
+    kernel = None if product is None else product.kernel
+    if table is not None and isinstance(kernel, PackedKernel) and kernel.packed.has_rows:
+        table.share(kernel.packed.rows)
 
 
 def _kernel(storage: Storage, bias: torch.Tensor | None, path: str, how: _How) -> LinearKernel:

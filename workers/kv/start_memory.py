@@ -17,6 +17,8 @@ from workers.kv.pool import KvPool
 _LASTING = 1.0
 """Seconds for which a mapping is unchanged before its pages are given back: a loader maps and changes libraries in
 milliseconds."""
+_RELEASED_AT_ONCE = 16 << 20
+"""Least bytes that `FreedMemory` returns."""
 _RELEASED = threading.Event()
 
 
@@ -25,6 +27,20 @@ def release_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
+
+
+class FreedMemory:
+    """Returns freed heap memory to the operating system from time to time, while many matrices come and go."""
+
+    def __init__(self) -> None:
+        self._freed = 0
+
+    def add(self, size: int) -> None:
+        """`size` bytes were freed, or about as many."""
+        self._freed += size
+        if self._freed >= _RELEASED_AT_ONCE:
+            self._freed = 0
+            release_free_memory()
 
 
 def release_start_memory() -> None:

@@ -22,6 +22,7 @@ from workers.forward.native.decoder_packing import pack_decoder
 from workers.forward.native.decoder_shape import supported_shape
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.forward.weights.choice import store
+from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 
@@ -139,8 +140,10 @@ def _quantized_like_kernels(module: nn.Module, quantization: str) -> Iterator[No
 
 def _trial_logits(model: LoadedModel) -> torch.Tensor:
     """Logits of a short text, float32 `[tokens, vocabulary]`."""
-    # Every table of the model needs its own blocks; no supported model has more than 64 tables.
-    pool = KvPool(model.kv_spec, PoolSection(block_size=_BLOCK_SIZE), 64 * -(-_TRIAL_TOKENS // _BLOCK_SIZE))
+    section = PoolSection(block_size=_BLOCK_SIZE)
+    tables = group_layers(model.kv_spec, section).layout.tables
+    # Every table needs its own blocks, and so does a source. Each layer of a large pool would take a huge page.
+    pool = KvPool(model.kv_spec, section, 2 * tables * -(-_TRIAL_TOKENS // _BLOCK_SIZE))
     runner = ModelRunner(model, pool)
     source = None
     if model.source is not None:

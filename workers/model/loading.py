@@ -46,6 +46,7 @@ from workers.forward.replace_linear import replace_linear_layers
 from workers.forward.runner import WARM_UP_WIDTHS
 from workers.forward.weights.base import NoGpuProduct
 from workers.kv.pool import RECURRENT_DRAFT
+from workers.kv.start_memory import release_free_memory
 from workers.model.complete_weights import load_complete
 from workers.model.context import context_len, longest_context, stated_width
 from workers.model.devices import choose_device, may_be_native
@@ -250,6 +251,7 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
     module, vocabulary = request.read_decoder()
     least_of_all_ranks(1, share.ranks)  # all have read their weights: the pass below sums over them
     measured = measure_layers(module, request.device, longest_context(text))
+    release_free_memory()
     if measured.states and section.compile == "on":
         raise ConfigurationError(
             f"compile: on is refused for model type {request.config.model_type!r}, whose recurrent layers are not "

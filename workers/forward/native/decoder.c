@@ -33,8 +33,9 @@ typedef struct {
     const DecoderLayer *layer;
     const float *final_norm;
     Matrix head;
+    Matrix table;          /* packed embeddings; without weights: the rows of the head */
     int64_t embedding_kind;
-    const void *embedding; /* [vocabulary, hidden], or none: the rows of the head */
+    const void *embedding; /* [vocabulary, hidden], or none: the rows of the table, rounded to embedding_kind */
     const float *cos, *sin; /* [positions, dim] */
 } Decoder;
 
@@ -188,6 +189,17 @@ static void copy_taps(const Decoder *decoder, const Pass *pass, const Step *step
     }
 }
 
+static void embed_packed(const Decoder *decoder, int64_t id, float *to)
+{
+    if (!decoder->table.weights) {
+        pilotfish_row(&decoder->head, id, to);
+        return;
+    }
+    pilotfish_row(&decoder->table, id, to);
+    if (decoder->embedding_kind == BFLOAT16)
+        for (int64_t i = 0; i < decoder->hidden; i++) to[i] = widen_bfloat16(narrow_bfloat16(to[i]));
+}
+
 static void embed(const Decoder *decoder, const Pass *pass, int64_t token)
 {
     const int64_t hidden = decoder->hidden, from = pass->inputs ? 0 : pass->tokens[token] * hidden;
@@ -195,7 +207,7 @@ static void embed(const Decoder *decoder, const Pass *pass, int64_t token)
     if (pass->inputs)
         memcpy(to, pass->inputs + token * hidden, (size_t)hidden * sizeof *to);
     else if (!decoder->embedding)
-        pilotfish_row(&decoder->head, pass->tokens[token], to);
+        embed_packed(decoder, pass->tokens[token], to);
     else if (decoder->embedding_kind == BFLOAT16)
         for (int64_t i = 0; i < hidden; i++) to[i] = widen_bfloat16(((const uint16_t *)decoder->embedding)[from + i]);
     else

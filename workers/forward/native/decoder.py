@@ -40,10 +40,12 @@ class PackedDecoder:
     """Address of the weights of the last norm."""
     head: Matrix
     embedding: torch.Tensor | None
-    """`[tokens, hidden]`; `None` if the head serves as the table."""
+    """`[tokens, hidden]`; `None` if `table` has the embeddings, or the head serves as the table."""
+    table: Matrix | None
+    """Packed embeddings, which are rounded to `dtype` as they are read."""
     rotary: Rotary
     memory: tuple[torch.Tensor, ...]
-    """All memory that `layers`, `final_norm` and `head` point to."""
+    """All memory that `layers`, `final_norm`, `head` and `table` point to."""
 
 
 class NativeDecoder:
@@ -67,6 +69,8 @@ class NativeDecoder:
         if self._embedding is not None:
             self._decoder.embedding_kind = KINDS[self._embedding.dtype]
             self._decoder.embedding = self._embedding.data_ptr()
+        elif packed.table is not None:
+            self._decoder.embedding_kind, self._decoder.table = KINDS[packed.dtype], packed.table
         self._kv_groups: KvCacheGroups | None = None
         self._angles: tuple[torch.Tensor, ...] = ()
         self._buffers = WorkBuffers()
@@ -85,7 +89,7 @@ class NativeDecoder:
     def share_embedding(self, table: torch.Tensor | None) -> torch.Tensor | None:
         """Read embeddings from a table of another decoder with the same ones, and free the own table.
 
-        Returns the table that is read; `None` if the head serves as the table.
+        Returns the table that is read; `None` if packed rows, as those of the head, serve as the table.
         """
         if table is not None and self._embedding is not None:
             self.packed = replace(self.packed, embedding=table)

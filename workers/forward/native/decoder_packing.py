@@ -15,10 +15,11 @@ from workers.forward.layer_lists import decoder_layers
 from workers.forward.native.build import load_library
 from workers.forward.native.decoder import NativeDecoder, PackedDecoder
 from workers.forward.native.decoder_shape import DecoderShape, head_norms
-from workers.forward.native.packed_linear import PackedMatrix, gate_up, gate_up_bias, kernel_layout
+from workers.forward.native.packed_linear import PackedMatrix, gate_up, gate_up_bias, has_rows, kernel_layout
 from workers.forward.native.structures import DecoderLayer, Matrix
 from workers.forward.weights.base import Storage
-from workers.forward.weights.modules import StoredEmbedding, storage_of
+from workers.forward.weights.modules import StoredEmbedding, take_storage
+from workers.forward.weights.plain import PlainStorage
 from workers.kv.huge_pages import Arena
 from workers.kv.start_memory import release_free_memory
 
@@ -50,7 +51,8 @@ class _Packer:
 
     def pack(self, model: Any) -> PackedDecoder:
         """The packed model. Its weights are removed from it."""
-        tokens, table = self._embedding(model)
+        release_free_memory()  # of the trial
+        tokens, embedding, table = self._embedding(model)
         model.model.embed_tokens = nn.Identity()
         vocabulary = model.lm_head.out_features
         final = self._vector(model.model.norm.weight)
@@ -60,7 +62,7 @@ class _Packer:
             layers[index] = self._pack_layer(layer)
             _free_weights(layer)
             release_free_memory()
-        head = self._matrix(self._storage(model.lm_head), model.lm_head.bias)
+        head = self._matrix(self._taken(model.lm_head), model.lm_head.bias)
         _free_weights(model.model.norm)
         model.model.layers = nn.ModuleList()
         model.lm_head = nn.Identity()
@@ -72,24 +74,33 @@ class _Packer:
             layers=layers,
             final_norm=final,
             head=head,
-            embedding=table,
+            embedding=embedding,
+            table=table,
             rotary=model.model.rotary_emb,
             memory=(*self._arena.taken, *self._vectors),
         )
 
-    def _embedding(self, model: Any) -> tuple[int, torch.Tensor | None]:
-        """The number of tokens, and the table of embeddings; `None` if the rows of the packed head are that."""
+    def _embedding(self, model: Any) -> tuple[int, torch.Tensor | None, Matrix | None]:
+        """The number of tokens, and the table of embeddings, plain or packed; none if the packed head's rows are it."""
         embedding, head = model.model.embed_tokens, model.lm_head
         if isinstance(embedding, StoredEmbedding):
-            is_tied = getattr(head, "storage", None) is embedding.storage
-            return embedding.num_embeddings, None if is_tied else self._dequantized(embedding.storage)
+            storage = embedding.storage
+            if not has_rows(storage):
+                return storage.outputs, self._dequantized(storage), None
+            if getattr(head, "storage", None) is storage:
+                return storage.outputs, None, None
+            if storage.is_widened:
+                return storage.outputs, None, self._matrix(storage, None)
+            return storage.outputs, self._dequantized(storage), None
         weight = embedding.weight.detach()
         is_tied = head.weight is not None and weight.data_ptr() == head.weight.data_ptr()
         # A copy, since the loaded tensor would keep the whole weight file mapped.
-        return len(weight), None if is_tied and self._stored is weight.dtype else weight.clone()
+        return len(weight), None if is_tied and self._stored is weight.dtype else weight.clone(), None
 
     def _dequantized(self, storage: Storage) -> torch.Tensor:
-        """A stored matrix as plain numbers `[out, in]`, without a float32 copy of the whole."""
+        """A stored matrix as plain numbers `[out, in]`: itself if it is plain, else made without a float32 copy."""
+        if isinstance(storage, PlainStorage) and storage.weight.dtype is self._dtype:
+            return storage.weight.contiguous()
         table = torch.empty(storage.outputs, storage.inputs, dtype=self._dtype)
         for first in range(0, len(table), _ROWS_AT_ONCE):
             table[first : first + _ROWS_AT_ONCE] = storage.take_outputs(
@@ -101,20 +112,26 @@ class _Packer:
         """Pack the weights of one layer."""
         attention, mlp = layer.self_attn, layer.mlp
         siblings = [attention.q_proj, attention.k_proj, attention.v_proj]
-        query, *others = (self._storage(projection) for projection in siblings)
         bias = None if siblings[0].bias is None else torch.cat([projection.bias for projection in siblings])
-        gate, up = (self._storage(projection) for projection in (mlp.gate_proj, mlp.up_proj))
         norms = (layer.input_layernorm, layer.post_attention_layernorm, *(head_norms(attention)))
         return DecoderLayer(
-            self._matrix(query.joined(others), bias),
-            self._matrix(self._storage(attention.o_proj), attention.o_proj.bias),
-            self._matrix(gate_up(gate, up, self._layout.columns), self._biases(mlp)),
-            self._matrix(self._storage(mlp.down_proj), mlp.down_proj.bias),
+            self._matrix(self._joined(siblings), bias),
+            self._matrix(self._taken(attention.o_proj), attention.o_proj.bias),
+            self._matrix(
+                gate_up(self._taken(mlp.gate_proj), self._taken(mlp.up_proj), self._layout.columns), self._biases(mlp)
+            ),
+            self._matrix(self._taken(mlp.down_proj), mlp.down_proj.bias),
             *(None if norm is None else self._vector(norm.weight) for norm in norms),
         )
 
-    def _storage(self, layer: Any) -> Storage:
-        return storage_of(layer, self._quantization)
+    def _taken(self, layer: Any) -> Storage:
+        """The matrix of a layer, which no longer holds it: no variable may hold it once it is packed."""
+        return take_storage(layer, self._quantization)
+
+    def _joined(self, layers: list[Any]) -> Storage:
+        """The outputs of all layers in one matrix."""
+        first, *others = (self._taken(layer) for layer in layers)
+        return first.joined(others)
 
     def _matrix(self, storage: Storage, bias: torch.Tensor | None) -> Matrix:
         packed = PackedMatrix(storage, bias, self._layout, self._arena)
@@ -133,6 +150,6 @@ class _Packer:
 
 
 def _free_weights(layer: nn.Module) -> None:
-    """Free the weights of a packed layer, so that memory never holds the model twice."""
+    """Free what a packed layer has left, as norms and biases. Its matrices were freed one by one."""
     for module in layer.modules():
         module._parameters.clear()

@@ -18,6 +18,7 @@ from workers.forward.native.build import load_library
 from workers.forward.native.structures import Matrix
 from workers.forward.weights.base import Grouping, KernelLayout, Kind, Storage, Take, pad_rows, taken_rows
 from workers.forward.weights.choice import stored_as
+from workers.forward.weights.int8 import Int8Storage
 from workers.forward.weights.plain import PlainStorage
 from workers.kv.huge_pages import Arena
 
@@ -78,6 +79,9 @@ class PackedProduct:
         self._multiply = linear_function(library)
         self._multiply_bfloat16 = c_function(library.pilotfish_linear_bfloat16, 3, 1)
         is_rounded = self.matrix.matrix.kind == Kind.BFLOAT16 and bool(library.pilotfish_has_bfloat16_products())
+        self._read_rows = c_function(library.pilotfish_rows, 3, 1)
+        self.has_rows = has_rows(storage)
+        """Whether `rows` can be called."""
         self._has_input = is_rounded or norm is not None
         self.takes_bfloat16 = is_rounded and norm is None
         """Whether `multiply_bfloat16` can be called."""
@@ -94,6 +98,20 @@ class PackedProduct:
             x = x.contiguous()
             self._multiply_bfloat16(self._address, x.data_ptr(), product.data_ptr(), len(x))
         return product
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Outputs `ids`, int64 `[rows]`, of the matrix → float32 `[rows, in]`, to the bits of `Storage.dequantized`.
+
+        Raises `IndexError` for an output that the matrix does not have.
+        """
+        ids = ids.to(torch.int64).contiguous()
+        found = torch.empty((len(ids), self.inputs))
+        if len(ids):
+            low, high = (int(bound) for bound in ids.aminmax())
+            if low < 0 or high >= self.outputs:
+                raise IndexError(f"rows {low} to {high}: the matrix has {self.outputs}")
+            self._read_rows(self._address, ids.data_ptr(), found.data_ptr(), len(ids))
+        return found
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """`x` float32 `[rows, in]` → float32 `[rows, out]`. Raises `ValueError` for another shape or dtype."""
@@ -232,6 +250,11 @@ def can_pack(storage: Storage) -> bool:
         return storage.device.type == "cpu" and storage.is_widened
     dtype = storage.weight.dtype
     return dtype is torch.float32 or (dtype is torch.bfloat16 and storage.inputs % 2 == 0)
+
+
+def has_rows(storage: Storage) -> bool:
+    """Whether the CPU kernels read single rows of this matrix once it is packed, to the bits of `dequantized`."""
+    return can_pack(storage) and not isinstance(storage, Int8Storage)
 
 
 def has_int8_tiles(directory: str | None) -> bool:

@@ -369,7 +369,7 @@ void pilotfish_multiply_blocks(const Matrix *matrix, const void *input, const Ou
     pilotfish_wait_for_all(barrier);
 }
 
-/* --- a row of a packed matrix, unpacked: a head that is tied to the embedding serves as its table ------- */
+/* --- rows of a packed matrix, unpacked: a head that is tied to the embedding serves as its table -------- */
 
 void pilotfish_row(const Matrix *matrix, int64_t id, float *to)
 {
@@ -385,4 +385,11 @@ void pilotfish_row(const Matrix *matrix, int64_t id, float *to)
         const float *values = (const float *)matrix->weights + block;
         for (int64_t i = 0; i < inputs; i++) to[i] = values[i * COLUMNS + column];
     }
+}
+
+/* to is [count, inputs] */
+void pilotfish_rows(const Matrix *matrix, const int64_t *ids, float *to, int64_t count)
+{
+#pragma omp parallel for schedule(static) if (count > 1)
+    for (int64_t i = 0; i < count; i++) pilotfish_row(matrix, ids[i], to + i * matrix->inputs);
 }

@@ -45,7 +45,7 @@ class Decoder(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("epsilon", "scale")),
         ("layer", ctypes.POINTER(DecoderLayer)),
         ("final_norm", ctypes.c_void_p),
-        ("head", Matrix),
+        *((name, Matrix) for name in ("head", "table")),
         ("embedding_kind", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin")),
     ]

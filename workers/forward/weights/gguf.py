@@ -5,7 +5,9 @@ The layouts are those of `ggml-quants.c` of llama.cpp, as the package `gguf` des
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -14,6 +16,8 @@ from workers.forward.weights.groups import GroupStorage, pairs
 from workers.forward.weights.plain import PlainStorage
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PER_OUTPUT = ("weight", "values", "scale", "offsets")
+"""The tensors of a storage that have a row for each output."""
 _Blocks = torch.Tensor
 """uint8 `[out, blocks, bytes of a block]`."""
 
@@ -30,7 +34,29 @@ def gguf_storage(name: str, raw: torch.Tensor, dtype: torch.dtype | None = None)
     if name not in _READERS:
         raise ValueError(f"type {name} is not read; it must be one of {', '.join((*_PLAIN, *_READERS))}")
     size, read = _READERS[name]
-    return read(raw.reshape(len(raw), -1, size))
+    return read(raw.reshape(len(raw), raw.shape[1] // size, size))
+
+
+def joined_storage(parts: Iterable[Storage], outputs: int) -> Storage:
+    """A matrix `[outputs, in]` from storages that `gguf_storage` made of its outputs, one after another.
+
+    Memory holds one part beside the whole, and the whole is no view of larger tensors. Raises `ValueError` without
+    parts.
+    """
+    whole: Any = None
+    first = 0
+    for part in parts:
+        own = {name: values for name in _PER_OUTPUT if (values := getattr(part, name, None)) is not None}
+        if whole is None:
+            like: Any = part
+            whole = replace(like, **{name: own[name].new_empty(outputs, *own[name].shape[1:]) for name in own})
+        for name, values in own.items():
+            getattr(whole, name)[first : first + part.outputs] = values
+        first += part.outputs
+    if whole is None:
+        raise ValueError("there are no outputs")
+    found: Storage = whole
+    return found
 
 
 def stored_nbytes(name: str, raw_bytes: int, dtype: torch.dtype | None = None) -> int:

@@ -39,7 +39,7 @@ from workers.forward.weights.words import (
 _SCALES = {torch.float16: Kind.FLOAT16, torch.bfloat16: Kind.BFLOAT16, torch.float32: Kind.FLOAT32}
 _SLICE_OUTPUTS = 256  # weights are widened for so many outputs at a time, which the caches hold
 _SLICE_BLOCKS = 64
-"""Blocks of outputs that are packed for a GPU at a time."""
+"""Blocks of outputs that are packed at a time, so that a large matrix has no second copy beside the packed one."""
 _WORD = 8
 """Values of 4 bits in a word."""
 E2M1 = (*(own := (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)), *(-value for value in own))
@@ -184,7 +184,7 @@ class GroupStorage:
         if chunk is None:
             raise NoGpuProduct(f"groups of {self.group} inputs; their size must be a multiple of 16 that fits steps")
         words = torch.cat(
-            [pack_words(_unsigned(self.take_outputs(span)), self.bits, chunk) for span in _spans(self.outputs)]
+            [pack_words(_unsigned(self.take_outputs(span)), self.bits, chunk) for span in _spans(self.outputs, BLOCK)]
         )
         step = step_inputs(values, chunk)
         added = -16.0 if values is Values.INTEGERS4 else 0.0
@@ -222,6 +222,18 @@ class GroupStorage:
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
         columns, kind = layout.columns, self._packed_kind(layout)
         size = _padded_group(self, whole_words=kind not in (Kind.GROUPS8, Kind.GROUPS_E4M3))
+        scales = self.scale.itemsize * (1 if self.offsets is None else 2)
+        each = columns * (scales + size * self.bits // 8)  # bytes of a group of all columns
+        packed = take((-(-self.outputs // columns), self.scale.shape[1], each), torch.uint8)
+        for span in _spans(self.outputs, columns):
+            own = packed[span.start // columns : span.stop // columns]
+            torch.cat(self.take_outputs(span)._block_pieces(kind, size, columns), dim=2, out=own)
+        order = None if self.order is None else self.order.to(torch.int32).contiguous()
+        grouping = Grouping(size, _SCALES[self.scale.dtype], self.offset, self.zero, order, self.table)
+        return Blocks(kind, packed, None, grouping)
+
+    def _block_pieces(self, kind: Kind, size: int, columns: int) -> list[torch.Tensor]:
+        """What each group of `size` inputs has in its blocks: scales, offsets, values; uint8 `[blocks, groups, …]`."""
         groups = self.scale.shape[1]
         parts = [_by_block(self.scale, columns)]  # [blocks, groups, columns]
         if self.offsets is not None:
@@ -237,12 +249,7 @@ class GroupStorage:
             words = values.contiguous().view(self.outputs, -1).view(torch.int32).view(self.outputs, groups, -1)
         blocks = pad_rows(words, columns).view(-1, columns, *words.shape[1:]).permute(0, 2, 3, 1)
         parts.append(blocks)  # [blocks, groups, 32-bit words or bytes of a group, columns]
-        pieces = [part.contiguous().view(torch.uint8).reshape(len(part), groups, -1) for part in parts]
-        packed = take((len(blocks), groups, sum(piece.shape[2] for piece in pieces)), torch.uint8)
-        torch.cat(pieces, dim=2, out=packed)
-        order = None if self.order is None else self.order.to(torch.int32).contiguous()
-        grouping = Grouping(size, _SCALES[self.scale.dtype], self.offset, self.zero, order, self.table)
-        return Blocks(kind, packed, None, grouping)
+        return [part.contiguous().view(torch.uint8).reshape(len(part), groups, -1) for part in parts]
 
     def _packed_kind(self, layout: KernelLayout) -> Kind:
         """How the CPU kernels read the packed values."""
@@ -271,9 +278,9 @@ class GroupKernel:
         return product.view(*x.shape[:-1], -1)
 
 
-def _spans(outputs: int) -> Iterator[slice]:
-    """Outputs in parts of whole blocks, so that few are widened at a time."""
-    size = _SLICE_BLOCKS * BLOCK
+def _spans(outputs: int, block: int) -> Iterator[slice]:
+    """Outputs in parts of whole blocks of `block` outputs, so that few are widened or packed at a time."""
+    size = _SLICE_BLOCKS * block
     return (slice(first, first + size) for first in range(0, outputs, size))
 
 

@@ -79,6 +79,7 @@ def to_regions(packed: PackedDecoder, angles: RotaryAngles) -> tuple[dict[str, A
         "head": offsets.of_matrix(packed.head),
         "frequencies": offsets.of(angles.frequencies.data_ptr()),
         "scaling": angles.scaling,
+        "table": None if packed.table is None else offsets.of_matrix(packed.table),
         "embedding": None if embedding is None else [offsets.of(embedding.data_ptr()), _name(embedding.dtype)],
     }
     return content, regions
@@ -114,6 +115,7 @@ def from_regions(content: dict[str, Any], memory: torch.Tensor) -> PackedDecoder
         final_norm=final_norm,
         head=places.matrix(content["head"]),
         embedding=embedding,
+        table=None if content["table"] is None else places.matrix(content["table"]),
         rotary=RotaryAngles(frequencies, content["scaling"]),
         memory=(memory,),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ import numpy as np
 import torch
 
 from cluster.core.errors import ModelLoadError
-from workers.forward.weights.base import Storage
-from workers.forward.weights.gguf import gguf_storage, stored_nbytes
+from workers.forward.weights.base import CutRefused, Storage
+from workers.forward.weights.gguf import gguf_storage, joined_storage, stored_nbytes
 from workers.model.gguf_header import read_gguf
 from workers.model.stored.parts import Region
 
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+_READ_BYTES = 1 << 22
+"""About how many bytes of a matrix are read at a time: unpacking takes several times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ _ARCHITECTURES = {
 
 
 class GgufFile:
-    """A GGUF file, or all parts of a divided one, mapped into memory.
+    """A GGUF file, or all parts of a divided one. Headers are mapped into memory.
 
     Matrices are read one by one; none is de-quantized.
     """
@@ -78,27 +82,50 @@ class GgufFile:
 
         `shape` is what it must have. Raises `ModelLoadError`, and `CutRefused` for a region that cuts a group.
         """
-        storage = self._whole(parameter)
-        if shape is not None and (storage.outputs, storage.inputs) != tuple(shape):
-            found = [storage.outputs, storage.inputs]
-            raise ModelLoadError(f"GGUF file {str(self.path)!r}: {parameter!r} is {found}; it must be {[*shape]}")
-        return storage if region is None else storage.take_outputs(region.outputs).take_inputs(region.inputs)
-
-    def _whole(self, parameter: str) -> Storage:
         tensor = self._required(parameter)
         inputs, outputs = (int(size) for size in tensor.shape)  # the innermost first
-        raw = torch.frombuffer(np.array(tensor.data), dtype=torch.uint8).view(outputs, -1)  # a copy of the mapped bytes
+        if shape is not None and (outputs, inputs) != tuple(shape):
+            found = [outputs, inputs]
+            raise ModelLoadError(f"GGUF file {str(self.path)!r}: {parameter!r} is {found}; it must be {[*shape]}")
+        own = Region.whole((outputs, inputs)) if region is None else region
+        places = torch.arange(outputs)
+        for name, heads in zip(_ROTATED, (self._heads, self._kv_heads), strict=True):
+            if self._architecture.is_rotated and name in parameter:
+                places = _unrotated(outputs, heads)
+        return self._read(tensor, places[own.outputs], own.inputs)
+
+    def _read(self, tensor: Any, places: torch.Tensor, inputs: slice) -> Storage:
+        """Some inputs of the outputs at `places`, int64 `[out]`. Only these outputs are read, a few at a time.
+
+        They are read, not mapped: a mapping counts as memory of this process. Raises `ModelLoadError`, `CutRefused`.
+        """
+        block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+        row = int(tensor.shape[0]) // block * size
+        first, last = inputs.start // block, -(-inputs.stop // block)
+        within = slice(inputs.start - first * block, inputs.stop - first * block)
+        is_cut = (inputs.start, inputs.stop) != (0, int(tensor.shape[0]))
+        kind = tensor.tensor_type.name
+
+        def parts(opened: BufferedReader) -> Iterator[Storage]:
+            for some in torch.split(places, max(1, _READ_BYTES // row)):
+                low, high = (int(some.min()), int(some.max()) + 1) if len(some) else (0, 1)
+                raw = np.empty((high - low, row), dtype=np.uint8)
+                opened.seek(tensor.data_offset + low * row)
+                if opened.readinto(raw.data) != raw.nbytes:
+                    raise ValueError("the file ends within it")
+                own = torch.from_numpy(raw)[some - low, first * size : last * size]
+                part = gguf_storage(kind, own, self._dtype)
+                yield part.take_inputs(within) if is_cut else part
+
         try:
-            storage = gguf_storage(tensor.tensor_type.name, raw, self._dtype)
-        except ValueError as error:
+            with open(tensor.data.filename, "rb") as opened:  # the part of a divided model that has it
+                if is_cut:  # says which inputs it refuses
+                    self._zeros(tensor).take_inputs(inputs)
+                return joined_storage(parts(opened), len(places))
+        except CutRefused:
+            raise
+        except (OSError, ValueError) as error:
             raise ModelLoadError(f"GGUF file {str(self.path)!r}: tensor {tensor.name!r}: {error}") from error
-        if storage.inputs != inputs:
-            raise ModelLoadError(f"GGUF file {str(self.path)!r}: tensor {tensor.name!r} has {storage.inputs} inputs")
-        if self._architecture.is_rotated and _ROTATED[0] in parameter:
-            return storage.take_outputs(_unrotated(outputs, self._heads))
-        if self._architecture.is_rotated and _ROTATED[1] in parameter:
-            return storage.take_outputs(_unrotated(outputs, self._kv_heads))
-        return storage
 
     def vector(self, parameter: str) -> torch.Tensor:
         """A vector, float32, as the model of `transformers` has it. Raises `ModelLoadError`."""
@@ -121,6 +148,12 @@ class GgufFile:
             return stored_nbytes(tensor.tensor_type.name, int(tensor.n_bytes), self._dtype)
         except ValueError as error:
             raise ModelLoadError(f"GGUF file {str(self.path)!r}: tensor {tensor.name!r}: {error}") from error
+
+    def _zeros(self, tensor: Any) -> Storage:
+        """One output of zeros in the type of a matrix."""
+        block, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+        row = torch.zeros(1, int(tensor.shape[0]) // block * size, dtype=torch.uint8)
+        return gguf_storage(tensor.tensor_type.name, row, self._dtype)
 
     def _find(self, parameter: str) -> Any:
         stem, _, suffix = parameter.rpartition(".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from workers.forward.weights.experts import (
     gate_of,
 )
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
+from workers.kv.start_memory import FreedMemory
 from workers.model.sharding import KV_HEADS, has_own_plan, head_counts, keep_own_part, rows_of_heads
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 10.0
 """Seconds from one line about a long load to the next."""
+_TRIED_ROWS = 64
+"""Rows of a table that show what a layer does with them."""
 _EXPERTS = ("gate_up_proj", "down_proj")
 _SHARDED_HEAD = {"lm_head": "colwise"}
 _CPU = torch.device("cpu")
@@ -91,19 +95,21 @@ def load_stored(
     head = module.get_output_embeddings()
     is_tied = module.config.get_text_config().tie_word_embeddings and f"{names[id(head)]}.weight" not in checkpoint
     table = checkpoint.matrix(f"{names[id(embedding)]}.weight", tuple(embedding.weight.shape)).to(device)
-    parents, due = list(module.named_modules()), clock() + _PROGRESS_SECONDS
+    parents, due, freed = list(module.named_modules()), clock() + _PROGRESS_SECONDS, FreedMemory()
+    freed.add(table.nbytes)
     for number, (path, parent) in enumerate(parents):
         if clock() >= due:
             logger.info("%s: %d%% of its modules are read", source.name, 100 * number // len(parents))
             due = clock() + _PROGRESS_SECONDS
         for name, child in list(parent.named_children()):
             own = f"{path}.{name}".removeprefix(".")
-            if child is embedding and type(child) is nn.Embedding:
-                setattr(parent, name, StoredEmbedding(table, dtype))
+            if child is embedding and (looked_up := _embedding(child, table, dtype)) is not None:
+                setattr(parent, name, looked_up)
             elif type(child) is nn.Linear:
                 style = plan.get(plan_name(own)) if share.ranks > 1 else None
                 tied = table if child is head and is_tied else None
                 linear = _linear(child, own, checkpoint, dtype, _Cut(style, share, kv_heads), tied)
+                freed.add(linear.storage.nbytes)  # unpacking needs several times as many, piece by piece
                 linear.storage = linear.storage.to(device)
                 setattr(parent, name, linear)
             elif (experts := _experts(child, own, checkpoint, dtype, share)) is not None:
@@ -118,6 +124,24 @@ def load_stored(
     keep_own_part(module, share)
     module.to(device)  # type: ignore[arg-type] # what is no stored matrix: vectors and buffers
     return module
+
+
+def _embedding(layer: nn.Module, table: Storage, dtype: torch.dtype) -> StoredEmbedding | None:
+    """The embedding with its stored table; `None` for a layer that does more than to look rows up and scale them.
+
+    A layer with code of its own looks a few rows up, to show whether it multiplies them by its factor alone.
+    """
+    if type(layer) is nn.Embedding:
+        return StoredEmbedding(table, dtype)
+    given = getattr(layer, "embed_scale", None)
+    if not isinstance(layer, nn.Embedding) or not isinstance(given, torch.Tensor | float | int):
+        return None
+    factor = given.to(dtype) if isinstance(given, torch.Tensor) else given
+    rows = table.take_outputs(slice(0, _TRIED_ROWS)).dequantized().to(dtype)
+    tried = copy(layer)
+    tried._parameters, tried.padding_idx = {"weight": nn.Parameter(rows, requires_grad=False)}, None
+    is_scaled = torch.equal(tried(torch.arange(len(rows), device=rows.device)), rows * factor)
+    return StoredEmbedding(table, dtype, factor) if is_scaled else None
 
 
 @dataclass(frozen=True, slots=True)

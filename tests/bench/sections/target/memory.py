@@ -1,4 +1,8 @@
-"""Compares the memory of the target's process with its weights and pool, and measures its cold and warm start."""
+"""Compares the memory of the target's process with its weights and pool, and measures its cold and warm start.
+
+With `--variants loading`: the memory that ranks take while they load a stored file of 4 GB, which is made up, beside
+their share of it.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,30 @@ import time
 from pathlib import Path
 
 from cluster.core.config.sections import Configuration
+from cluster.core.config.target_section import TargetSection
 from tests.bench.machine import MIB, weight_bytes
 from tests.bench.options import Options
+from tests.bench.processes.load_process import LoadingMemory, measure, most_loading_bytes
 from tests.bench.processes.target_process import Footprint
+from tests.bench.random_model import Shape
 from tests.bench.report import heading, ratios, spread, table, write
 
 ROOT = Path(__file__).resolve().parents[3]
 POOL_BYTES, QUICK_POOL_BYTES = 512 * MIB, 64 * MIB
 """Pool sizes: the first is used if the configuration names none."""
 LONGEST_SECONDS = 1800.0
+LOADED, QUICK_LOADED = Shape(3072, 9216, 60, 24, 6, 49152), Shape(1536, 4608, 18, 12, 3, 24576)
+"""Models whose stored files have 4.0 GB and 0.4 GB."""
+RANKS = (1, 3)
 _CACHES = ("PILOTFISH_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
 """Variables of directories for compiled code. For a cold start all of them are empty."""
 
 
 def run(options: Options) -> None:
     """Measure and report: per repetition and type, a cold start with empty caches, then a warm one with the same."""
+    if "loading" in options.variants:
+        _run_loading(options)
+        return
     heading("Memory and start of the target's process")
     memory: list[list[str]] = []
     starts: list[list[str]] = []
@@ -57,6 +70,33 @@ def run(options: Options) -> None:
         memory,
     )
     table(("type", "cold start to ready, s", "warm, s", "warm ÷ cold", "peak of a cold start, MB"), starts)
+
+
+def _run_loading(options: Options) -> None:
+    """Measure the memory of each rank while it loads."""
+    heading("Memory while stored weights load")
+    rows: list[list[str]] = []
+    shape = QUICK_LOADED if options.quick else LOADED
+    with tempfile.TemporaryDirectory(prefix="pilotfish-bench-") as name:
+        shape.write_gguf(Path(name))
+        for ranks in RANKS:
+            section = TargetSection(path=name, quantization="stored", device="cpu", tensor_parallel=ranks)
+            found = [one for _ in range(options.repeats) for one in measure(section, LONGEST_SECONDS)]
+            rows.append(_loading_row(shape.gguf_bytes(ranks), ranks, found))
+    columns = ("ranks", "share of the file, MB", "code before, MB", "peak beyond it, MB", "held, MB")
+    table((*columns, "1.15 × share + 200"), rows)
+
+
+def _loading_row(share: int, ranks: int, found: list[LoadingMemory]) -> list[str]:
+    return [
+        str(ranks),
+        f"{share / 1e6:.0f}",
+        *(
+            spread([getattr(one, name) / 1e6 for one in found], 0)
+            for name in ("before_bytes", "peak_bytes", "held_bytes")
+        ),
+        f"{most_loading_bytes(share) / 1e6:.0f}",
+    ]
 
 
 def _with_pool(options: Options, dtype: str) -> Configuration:
