@@ -39,6 +39,9 @@ _FIELDS: Mapping[str, str] = {
     "pilotfish:draft_learned_texts": "draft_learned_texts",
 }
 """Names of series, and what they are called in the answer. Series that differ in other labels add up."""
+_TRAINED = "pilotfish:draft_tokens_per_step"
+_TRAINED_FIELDS: Mapping[str, str] = {"before": "draft_tokens_per_step_before", "after": "draft_tokens_per_step_after"}
+"""What the series of the last training are called in the answer, by the label `weights`."""
 _DRAFTERS = "pilotfish:drafters"
 _DRAFTER_FIELDS: Mapping[str, str] = {
     "pilotfish:drafter_available": "available",
@@ -64,6 +67,8 @@ def read_replicas(exposition: str) -> list[dict[str, Any]]:
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
             field, of_drafter = _FIELDS.get(sample.name), _DRAFTER_FIELDS.get(sample.name)
+            if sample.name == _TRAINED:
+                field = _TRAINED_FIELDS.get(sample.labels.get("weights", ""))
             if field is None and of_drafter is None and sample.name != _DRAFTERS:
                 continue
             name = sample.labels.get(LABEL, "")
@@ -78,7 +83,8 @@ def read_replicas(exposition: str) -> list[dict[str, Any]]:
 
 
 def _empty(name: str, model: str) -> dict[str, Any]:
-    return {"id": name, "model": model, "drafters": {}, "drafting": [], **dict.fromkeys(_FIELDS.values(), 0.0)}
+    numbers = dict.fromkeys((*_FIELDS.values(), *_TRAINED_FIELDS.values()), 0.0)
+    return {"id": name, "model": model, "drafters": {}, "drafting": [], **numbers}
 
 
 def _drafter(replica: dict[str, Any], name: str) -> dict[str, Any]:

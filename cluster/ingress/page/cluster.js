@@ -61,6 +61,7 @@ export class Cluster {
       ["tokens per step", verdicts ? (committed / verdicts).toFixed(2) : "–"],
       ["drafts accepted", percent(drafted ? accepted / drafted : null)],
       ["drafters", drafters(replica.drafters, replica.draft_version)],
+      ...learned(replica),
     ];
     for (const [label, value] of figures) {
       const pair = element("div");
@@ -119,4 +120,13 @@ function drafters(states, version) {
   const { available = 0, failed = 0 } = states;
   if (!available && !failed) return version ? `on the target, version ${version}` : "on the target";
   return failed ? `${available} of ${available + failed}` : String(available);
+}
+
+/** What the draft has learned from; nothing where it does not learn. */
+function learned({ draft_learned_texts: texts, draft_version: version, ...replica }) {
+  if (!texts && !version) return [];
+  const { draft_tokens_per_step_before: before, draft_tokens_per_step_after: after } = replica;
+  const figures = [["texts to learn from", texts]];
+  if (before) figures.push(["tokens per step, last training", `${before.toFixed(2)} → ${after.toFixed(2)}`]);
+  return figures;
 }

@@ -26,6 +26,7 @@ _HEADINGS = (
     "drafts\nby",
 )
 _CAPTION = "drafts by: drafters that answer, or the target itself; vN: learned version"
+_LEARNING_HEADINGS = ("replica", "learned\nversion", "texts\nseen", "last training,\ntokens/step")
 _DRAFTER_HEADINGS = ("drafter", "drafts for", "state", "sequences", "drafted\n/s", "busy")
 
 
@@ -74,6 +75,12 @@ class ReplicaStatus:
     """Whether answers are exactly those of the target alone."""
     draft_version: int = 0
     """Highest number among the versions of the draft that were learned from served texts; 0 for none."""
+    learned_texts: int = 0
+    """Number of texts that were collected to learn from."""
+    tokens_per_step_before: float | None = None
+    """Tokens per step on held-back texts with the weights before the last training; `None` before the first one."""
+    tokens_per_step_after: float | None = None
+    """The same with the weights that it brought, which were dropped unless they were better."""
 
     def values(self) -> dict[str, Any]:
         """Return the status for JSON."""
@@ -89,11 +96,33 @@ def statuses(
 
 
 def tables(found: Sequence[ReplicaStatus], problem: str = "") -> Group:
-    """Return the table of replicas, and below it who drafts for whom if there are drafters."""
+    """Return the table of replicas, and below it who drafts for whom and what drafts have learned, where any do."""
     shown = [status_table(found, problem)]
     if any(one.drafting for one in found):
         shown.append(drafter_table(found))
+    if any(_learns(one) for one in found):
+        shown.append(learning_table(found))
     return Group(*shown)
+
+
+def learning_table(found: Sequence[ReplicaStatus]) -> Table:
+    """Return a table with one row per replica whose draft learns."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in _LEARNING_HEADINGS:
+        table.add_column(heading, justify="left" if heading == "replica" else "right", vertical="bottom")
+    for one in filter(_learns, found):
+        before, after = one.tokens_per_step_before, one.tokens_per_step_after
+        table.add_row(
+            Text(_short(one.id or one.model), "bold"),
+            str(one.draft_version or _NONE),
+            str(one.learned_texts),
+            _NONE if before is None or after is None else f"{before:.2f} → {after:.2f}",
+        )
+    return table
+
+
+def _learns(one: ReplicaStatus) -> bool:
+    return bool(one.draft_version or one.learned_texts)
 
 
 def drafter_table(found: Sequence[ReplicaStatus]) -> Table:
@@ -182,6 +211,9 @@ def _status(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float)
         drafting=tuple(_drafters(before, after, seconds)),
         lossless=bool(after["lossless"]),
         draft_version=int(after.get("draft_version", 0)),
+        learned_texts=int(after.get("draft_learned_texts", 0)),
+        tokens_per_step_before=after.get("draft_tokens_per_step_before") or None,
+        tokens_per_step_after=after.get("draft_tokens_per_step_after") or None,
     )
 
 

@@ -57,7 +57,8 @@ def coordinator(running: int = 2, waiting: int = 1, verdicts: int = 4) -> Metric
 def test_the_version_of_a_draft_that_learns_is_shown() -> None:
     metrics = coordinator(verdicts=0)
     metrics.watch_drafters(dict)
-    step = replace(ROUND.step, learning=LearningStatus(version=3, clients=2, texts=70, taken=4, tokens_per_step=2.5))
+    learned = LearningStatus(version=3, clients=2, texts=70, taken=4, tokens_per_step_before=2.25, tokens_per_step=2.5)
+    step = replace(ROUND.step, learning=learned)
     before = read_replicas(metrics.exposition()[0].decode())
     metrics.decided([Commit(tokens=(1, 2, 3), drafted=5, accepted=2)])
     metrics.round(replace(ROUND, step=step))
@@ -66,8 +67,14 @@ def test_the_version_of_a_draft_that_learns_is_shown() -> None:
     assert (replica["draft_version"], replica["draft_learned_clients"], replica["draft_learned_texts"]) == (3, 2, 70)
     assert 'pilotfish:draft_trainings{engine="0",model_name="tiny",result="taken"} 4.0' in exposition
     assert 'pilotfish:draft_tokens_per_step{engine="0",model_name="tiny",weights="after"} 2.5' in exposition
+    assert (replica["draft_tokens_per_step_before"], replica["draft_tokens_per_step_after"]) == (2.25, 2.5)
     (status,) = statuses(before, found, 1.0)
-    assert status.draft_version == 3
+    assert (status.draft_version, status.learned_texts) == (3, 70)
+    assert (status.tokens_per_step_before, status.tokens_per_step_after) == (2.25, 2.5)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(tables([status]))
+    row = console.file.getvalue().splitlines()[-2]  # type: ignore[attr-defined]
+    assert row.split() == ["tiny", "3", "70", "2.25", "→", "2.50"]
     for one in (status, *statuses(found, found, 1.0)):  # while it drafts, and while nothing runs
         console = Console(file=io.StringIO(), width=80)
         console.print(status_table([one]))
