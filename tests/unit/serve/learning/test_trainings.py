@@ -20,7 +20,17 @@ import torch
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import CacheSalt
 from cluster.core.request import SamplingParameters, SequenceStart
-from tests.unit.serve.learning.served import COMMAND, Served, learner_of, task_in, wait_until
+from tests.unit.serve.learning.served import (
+    COMMAND,
+    TIMES,
+    Served,
+    accepted,
+    answers,
+    learner_of,
+    task_in,
+    trees,
+    wait_until,
+)
 from workers.draft.common.learning import CollectedText, Reservoir, salt_key
 from workers.draft.common.modules.learned_modules import LearnedModules
 from workers.serve.configuration import load_configuration
@@ -246,3 +256,44 @@ def state(process_id: int) -> str:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+@pytest.mark.slow
+def test_a_training_that_is_killed_in_its_middle_costs_nothing_and_the_next_one_succeeds(
+    served: Served, tmp_path: Path
+) -> None:
+    """The process has taken some of its steps when it is killed, once. Requests run before and after."""
+    before = [served.serve() for _ in range(TIMES)][-1]
+    reached = tmp_path / "reached"
+    program = f"""
+import os, signal
+from pathlib import Path
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from deploy.distillation import learner_process
+taken, reached = [], Path({str(reached)!r})
+def count(*_):
+    taken.append(1)
+    if len(taken) == 20 and not reached.exists():
+        Path(f"{{reached}}.part").write_text(str(os.getpid()))
+        os.rename(f"{{reached}}.part", reached)
+        signal.pause()
+register_optimizer_step_post_hook(count)
+learner_process.main()
+"""
+    versions = Versions(tmp_path / "versions", served.weights)
+    learner = learner_of(served, versions, (sys.executable, "-c", program, "normal"))
+    learner.start()
+    wait_until(reached.exists)
+    assert trees(served.serve()) == trees(before)
+
+    os.kill(int(reached.read_text()), signal.SIGKILL)
+
+    wait_until(lambda: learner.status().failed == 1)
+    assert (learner.status().version, versions.served(salt_key("a/"))) == (0, 0)
+    assert trees(served.serve()) == trees(before)
+    for _ in range(TIMES):
+        served.serve()
+    wait_until(lambda: learner.status().taken == 1)
+    learner.close()
+    after = served.serve()
+    assert answers(after) == answers(before) and accepted(after) > accepted(before)
