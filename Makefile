@@ -14,6 +14,7 @@ FUZZ := $(VENV)/.fuzz
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 TRITON := triton==3.9.0
 GPU_PROOF := $(VENV)/gpu-proof
+CUDA_DRAFT := $(VENV)/cuda-draft
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 PROTOS := $(wildcard protos/pilotfish/v1/*.proto)
@@ -136,9 +137,12 @@ bench: $(WEIGHTS)  ## Measure (ARGS='serving-pairs --repeats 3'; --help lists th
 	$(BIN)/python -m tests.bench $(ARGS)
 
 .PHONY: cuda
-cuda: $(WEIGHTS)  ## On a GPU: the tests that need one, then the device benchmark (ARGS='--repeats 2 --contexts 128')
+cuda: $(WEIGHTS)  ## On a GPU: the tests that need one, the device benchmark (ARGS='--repeats 2 --contexts 128'), ten minutes of training
 	$(PYTEST) -m cuda
 	$(BIN)/python -m tests.bench device $(ARGS)
+	rm -rf $(CUDA_DRAFT) $(CUDA_DRAFT).work
+	$(BIN)/pilotfish distill --set target.device=cuda --kind eagle3 --minutes 10 --device cuda --out $(CUDA_DRAFT) \
+		$(foreach name,conversations documents texts,--prompts deploy/drafts/prompts/$(name).jsonl)
 
 chaos: $(WEIGHTS)  ## Kill and freeze processes of every role while clients stream; every token is compared (ARGS='--rounds 300 --seed S')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.chaos $(ARGS)
