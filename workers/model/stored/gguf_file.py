@@ -17,7 +17,7 @@ from cluster.core.errors import ModelLoadError
 from workers.forward.weights.base import CutRefused, Storage
 from workers.forward.weights.gguf import gguf_storage, joined_storage, stored_nbytes
 from workers.model.gguf_header import read_gguf
-from workers.model.stored.parts import Region
+from workers.model.stored.parts import Region, joined_sizes
 
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 _READ_BYTES = 1 << 22
@@ -138,8 +138,9 @@ class GgufFile:
         return values - self._architecture.norm_offset if "norm" in parameter else values.clone()
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each tensor in memory, by the file's names. Raises `ModelLoadError`."""
-        return {name: self._nbytes(tensor) for name, tensor in self._tensors.items()}
+        """Bytes of each tensor in memory, by the file's names, once matrices are packed. Raises `ModelLoadError`."""
+        sizes = {name: self._nbytes(tensor) for name, tensor in self._tensors.items()}
+        return joined_sizes(sizes, lambda name: self._zeros(self._tensors[name]))
 
     def _nbytes(self, tensor: Any) -> int:
         if len(tensor.shape) < 2:

@@ -20,7 +20,7 @@ from workers.model.stored.fp8 import Fp8
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.gptq import Gptq
 from workers.model.stored.mxfp4 import ExpertRegion, Mxfp4, expert_storages
-from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region
+from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region, joined_sizes
 from workers.model.stored.source import stored_file
 from workers.model.weight_files import config_values, weight_files
 
@@ -152,7 +152,7 @@ class QuantizedCheckpoint:
         return found
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each parameter in memory. A few outputs of one matrix of each shape are read.
+        """Bytes of each parameter in memory, once matrices are packed. A few outputs of each matrix are read.
 
         Raises `ModelLoadError`.
         """
@@ -169,7 +169,7 @@ class QuantizedCheckpoint:
                 if like not in known:
                     known[like] = self._nbytes(parameter)
                 found[parameter] = known[like]
-        return found
+        return joined_sizes(found, self._sample)
 
     def _signature(self, parameter: str) -> tuple[tuple[str, object], ...]:
         """What the size of a quantized matrix depends on."""
@@ -179,9 +179,14 @@ class QuantizedCheckpoint:
 
     def _nbytes(self, parameter: str) -> int:
         """Bytes of a quantized matrix in memory, from those of its first outputs."""
-        outputs, inputs = self._quantized_shape(parameter)
-        some = min(outputs, _SAMPLED_OUTPUTS)
-        return self.matrix(parameter, None, Region(slice(0, some), slice(0, inputs))).nbytes * outputs // some
+        sample = self._sample(parameter)
+        return sample.nbytes * self._quantized_shape(parameter)[0] // sample.outputs
+
+    def _sample(self, parameter: str) -> Storage:
+        """The first outputs of a matrix."""
+        is_quantized = self.is_quantized(parameter)
+        outputs, inputs = self._quantized_shape(parameter) if is_quantized else self._plain(parameter).shape
+        return self.matrix(parameter, None, Region(slice(0, min(outputs, _SAMPLED_OUTPUTS)), slice(0, inputs)))
 
     def _quantized_shape(self, parameter: str) -> tuple[int, int]:
         module = parameter.rpartition(".")[0]
@@ -254,10 +259,11 @@ _HEADS = ("output.weight", "lm_head.weight")
 
 
 def stored_bytes(directory: Path, dtype: str, *, read_by_a_step: bool = False) -> int | None:
-    """Bytes of a model's weights in memory with `quantization: stored`; `None` for one that has no such weights.
+    """Bytes of a model's packed weights with `quantization: stored`; `None` for one that has no such weights.
 
-    Plain tensors are kept as `dtype`. With `read_by_a_step`, an embedding that is not the head, too, is left out,
-    because a step reads a few of its rows only. Raises `ModelLoadError`.
+    Plain tensors are kept as `dtype`, and matrices of different types that are packed as one in wider numbers. With
+    `read_by_a_step`, an embedding that is not the head, too, is left out, because a step reads a few of its rows only.
+    Raises `ModelLoadError`.
     """
     plain: torch.dtype = getattr(torch, dtype)
     settings = quantization_of(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from deploy import preflight
 from deploy.bench.measuring.costs import configuration_cost
 from deploy.placement import Resources, plan
 from tests.bench.machine import weight_bytes
+from tests.support.engines.kept_kernels import KEPT
+from tests.support.engines.stored_model import load
 from tests.support.models import quantized, stored_gguf, tiny
 from tests.support.slow import slow_but
 from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES, FEW, write
+from workers.forward.native.decoder import NativeDecoder
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
@@ -28,21 +32,29 @@ from workers.model.stored.source import write_stored_in
 from workers.model.weight_counts import count_weights
 from workers.serve.configuration import load_configuration
 
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 TYPES = {"embed_tokens": "Q8_0", "lm_head": "F16", "v_proj": "Q5_1", "up_proj": "Q4_0", "down_proj": "Q5_0"}
 
 
 def held(source: Path, directory: Path) -> int:
-    """Bytes of the weights of a model that was loaded from `source`."""
+    """Bytes of the weights of a model that was loaded from `source`, with projections joined as they are packed."""
     config = AutoConfig.from_pretrained(directory)
     module: Any = load_stored(
         lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), source, torch.bfloat16, Share(0, 1)
     )
     kept = [layer for layer in module.modules() if isinstance(layer, (StoredLinear, StoredEmbedding))]
+    joined = 0
+    for parent in module.modules():
+        for words in SIBLINGS:
+            parts = [getattr(parent, word, None) for word in words]
+            storages = [part.storage for part in parts if isinstance(part, StoredLinear)]
+            if len(storages) == len(words):
+                joined += storages[0].joined(storages[1:]).nbytes - sum(one.nbytes for one in storages)
     tensors = {id(layer.storage): layer.storage.nbytes for layer in kept}
     biases = [layer.bias for layer in kept if isinstance(layer, StoredLinear) and layer.bias is not None]
     others = [*biases, *module.parameters()]
     plain: dict[int, int] = {id(one): one.nbytes for one in others}
-    return sum(tensors.values()) + sum(plain.values())
+    return joined + sum(tensors.values()) + sum(plain.values())
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +69,35 @@ def test_a_quantized_checkpoint_takes_what_its_matrices_hold(name: str, plain: P
     assert count_weights(tmp_path / "model") == count_weights(plain)
 
 
+def mixed(folder: Path, *, tied: bool) -> Path:
+    """The directory of a model that is stored in `model.gguf` beside it, in several types."""
+    config = tiny.llama(hidden_size=96, intermediate_size=192, head_dim=32, tie_word_embeddings=tied)
+    directory = tiny.save(folder / "model", config)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    stored_gguf.write(model, folder / "model.gguf", "llama", TYPES)
+    write_stored_in(directory, folder / "model.gguf")
+    return directory
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_takes_what_its_matrices_hold(tied: bool, tmp_path: Path) -> None:
-    config = tiny.llama(hidden_size=96, intermediate_size=192, head_dim=32, tie_word_embeddings=tied)
-    directory = tiny.save(tmp_path / "model", config)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    stored_gguf.write(model, tmp_path / "model.gguf", "llama", TYPES)
-    write_stored_in(directory, tmp_path / "model.gguf")
+    directory = mixed(tmp_path, tied=tied)
     whole = stored_bytes(directory, "bfloat16")
     assert whole is not None
     assert whole == held(tmp_path / "model.gguf", directory)
     table = 0 if tied else tiny.VOCABULARY * 96 * 34 // 32
     assert stored_bytes(directory, "bfloat16", read_by_a_step=True) == whole - table
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_weights_take_what_is_counted(tied: bool, tmp_path: Path) -> None:
+    directory = mixed(tmp_path, tied=tied)
+    native = load(directory, str(KEPT), dtype="bfloat16").native
+    assert isinstance(native, NativeDecoder)
+    assert native.packed.embedding is None
+    packed = sum(part.nbytes for part in native.packed.memory)
+    assert stored_bytes(directory, "bfloat16") == pytest.approx(packed, rel=0.02)
 
 
 def test_plain_weights_are_not_stored_ones(plain: Path) -> None:
