@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,15 @@ def save(source: Path, directory: Path, quantize: Quantize, settings: dict[str, 
     config = json.loads((source / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     return plain
+
+
+def save_with_tokenizer(source: Path, directory: Path, quantize: Quantize, settings: dict[str, Any]) -> Path:
+    """Write the model in `source` as `save` does, and copy its other files. Returns the directory."""
+    save(source, directory, quantize, settings)
+    for file in source.iterdir():
+        if not (directory / file.name).exists():
+            shutil.copy(file, directory)
+    return directory
 
 
 def words(values: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +20,14 @@ from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.slow
 
-METHODS = ("none", "ngram", "model", "heads", "eagle", "block", "early_exit", "suffix+recycling")
+METHODS = ("none", "ngram", "lookahead", "prediction", "model", "heads", "blockwise", "eagle", "block", "early_exit")
+CASES = [*((name, "awq") for name in (*METHODS, "suffix+recycling")), ("none", "fp8"), ("mtp", "fp8")]
+"""Methods with the format of the target. The layer of `mtp` is read in FP8, and not in 4 bits."""
 REQUESTS = [*RIGHT, NEVER_RIGHT[0], *USUAL[:2]]
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
+FORMATS = {
+    "awq": (quantized.awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
+    "fp8": (quantized.fp8(16, 16), {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +37,10 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
 
 
 @pytest.fixture(scope="module")
-def stored(directories: Directories, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a tiny target whose weights are stored in 4 bits."""
-    path = tmp_path_factory.mktemp("stored") / "target"
-    quantized.save(directories.target, path, quantized.awq(16), AWQ)
-    for file in directories.target.iterdir():
-        if not (path / file.name).exists():
-            shutil.copy(file, path)
-    return path
+def stored(directories: Directories, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The directory of the target with stored weights, by their format."""
+    path = tmp_path_factory.mktemp("stored")
+    return {name: quantized.save_with_tokenizer(directories.target, path / name, *how) for name, how in FORMATS.items()}
 
 
 def configure(name: str, directories: Directories, quantization: str) -> Configuration:
@@ -57,18 +57,25 @@ async def answer_all(configuration: Configuration) -> tuple[list[tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
-def expected(directories: Directories, stored: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, ...]]:
-    """The answers of the de-quantized weights in float32, without drafts."""
-    plain = resolve_model_directory(str(stored), tmp_path_factory.mktemp("cache"))
-    return asyncio.run(answer_all(configure("none", replace(directories, target=plain), "none")))[0]
+def expected(
+    directories: Directories, stored: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[int, ...]]]:
+    """The answers of the de-quantized weights in float32, without drafts, by the format."""
+    cache = tmp_path_factory.mktemp("cache")
+    plain = {name: resolve_model_directory(str(path), cache) for name, path in stored.items()}
+    return {
+        name: asyncio.run(answer_all(configure("none", replace(directories, target=path), "none")))[0]
+        for name, path in plain.items()
+    }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 async def test_answers_are_those_of_the_dequantized_weights(
-    name: str, directories: Directories, stored: Path, expected: list[tuple[int, ...]]
+    case: tuple[str, str], directories: Directories, stored: dict[str, Path], expected: dict[str, list[tuple[int, ...]]]
 ) -> None:
+    name, form = case
     values(name, directories, placement="target")  # makes the modules, for the plain target
-    answers, accepted = await answer_all(configure(name, replace(directories, target=stored), "stored"))
-    assert answers == expected
-    if any(case.drafts and case.finds_repetitions for case in cases_of(name)):
+    answers, accepted = await answer_all(configure(name, replace(directories, target=stored[form]), "stored"))
+    assert answers == expected[form]
+    if any(one.drafts and one.finds_repetitions for one in cases_of(name)):
         assert all(accepted[: len(RIGHT)])
