@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,9 @@ from tests.soak.reference import Reference
 from tests.soak.requests import MAX_TOKENS, RequestCatalogue, SoakRequest
 from tests.soak.watch import read_counts
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.models import tiny, tiny_tokenizer
+from tests.support.models import quantized, tiny, tiny_tokenizer
 from tests.support.models.prompts import PLAIN
+from workers.model.model_files import resolve_model_directory
 from workers.serve.configuration import load_configuration
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ MOST_NEW_BYTES = 128 << 20
 """Memory that a process may have more than at first."""
 BOUND = 1e-3
 """Scores closer than this may be swapped by rounding."""
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}
+"""Settings of the stored weights. Two ranks divide the inputs of each layer into whole groups."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,13 @@ class Workload:
 
 
 def prepare(options: ChaosOptions, scratch: Path) -> Workload:
-    """Make the model and compute all answers."""
-    return workload_of(make_model(scratch / "model"), options)
+    """Make the model and compute all answers. Where settings keep its weights as they are stored, they have 4 bits."""
+    model = make_model(scratch / "model")
+    if options.settings.get("target.quantization") != "stored":
+        return workload_of(model, options)
+    stored = quantized.save_with_tokenizer(model, scratch / "stored", quantized.awq(8), AWQ)
+    plain = resolve_model_directory(str(stored), scratch / "dequantized")
+    return replace(workload_of(plain, options), model=stored)
 
 
 def workload_of(model: Path, options: ChaosOptions) -> Workload:

@@ -29,3 +29,10 @@ async def test_killed_and_frozen_processes_change_no_token_and_leave_nothing_beh
     report = await chaos(options, logs)
     assert report.kills > 2
     assert len(report.replaced) > 1, "few roles were killed"
+
+
+async def test_killed_and_frozen_processes_change_no_token_of_weights_that_stay_as_they_are_stored(logs: Path) -> None:
+    settings = {"target.quantization": "stored"}
+    options = ChaosOptions(rounds=4, pause_seconds=0.2, at_once=8, distinct=8, seed=5, settings=settings)
+    report = await chaos(options, logs)
+    assert report.kills > 1
