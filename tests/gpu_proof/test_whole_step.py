@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from cluster.core.config.target_section import KvSection
 from cluster.core.kv import KvLayout
 from cluster.core.tree import EMPTY_TREE
 from deploy.simulation.commands import simulate
@@ -24,6 +26,7 @@ from workers.forward.gpu_product import GpuProduct
 from workers.forward.graph_sizes import GraphSize
 from workers.forward.layout import RowShape
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement
+from workers.kv.pool import KvPool
 from workers.kv.spec import LayerShape
 from workers.kv.store import KvStore
 
@@ -268,3 +271,28 @@ def test_packed_weights_are_read_and_held_as_small_as_they_are_stored(monkeypatc
         words = sum(kernel.matrix.nbytes for kernel in made if isinstance(kernel, GpuProduct))
         assert loaded.module is not None
     assert words + head + norms == planned == step.weight_bytes
+
+
+def test_packed_70b_with_graphs_and_32768_tokens_fits_one_device_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are in groups of 128 as AWQ stores them; the embedding and the head stay in bfloat16.
+
+    All layers are held, and some of them compute the step.
+    """
+    model, tokens = RankModel("Llama-3.3-70B", group=128), 1 << 15
+    before = set(linear._entries)
+    with fake_device() as device:
+        loaded, read = load(model, device)
+        made = [linear._entries[handle].kernel for handle in linear._entries.keys() - before]
+        words = sum(kernel.matrix.nbytes for kernel in made if isinstance(kernel, GpuProduct))
+        loaded = replace(loaded, uses_cuda_graphs=True)
+        pool = KvPool(loaded.kv_spec, KvSection(block_size=16), tokens // 16)
+        stored = sum(stack.nbytes for stack in pool._stacks)
+    numbers, table = 80 * 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672), 2 * 128256 * 8192
+    assert words == numbers // 2 + numbers // 128 * 4
+    assert read == words + table + 2 * (2 * 80 + 1) * 8192
+    assert stored == 80 * 2 * (tokens + 16) * 8 * 128 * 2  # and a block for the padding of graphs
+    assert read + table + loaded.graph_bytes + stored < 80e9
+    shorten(monkeypatch, model.name, 3)
+    step = count_step(model, (Rows(1, tokens - 1),))
+    assert (step.is_captured, step.beside, step.copies) == (True, 0, 1)
+    assert step.bytes <= 1.05 * (step.weight_bytes + step.kv_bytes)

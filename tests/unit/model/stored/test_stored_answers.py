@@ -55,7 +55,7 @@ SIZES_OF_RANKS = {
     "head_dim": 128,
 }
 """Widths whose thirds they divide, too."""
-WINDOWS = {
+WINDOWS: dict[str, Any] = {
     "vocab_size": tiny.VOCABULARY,
     "num_hidden_layers": 2,
     "max_position_embeddings": 256,
@@ -80,7 +80,7 @@ K_QUANTS: dict[str, dict[str, str]] = {
     "Q6_K": {"embed_tokens": "Q8_0"},
 }
 """Types of matrices as files of each kind have them (Q4_K_M and its like), beside the one that gives its name."""
-WIDE_CHECKPOINTS = {
+WIDE_CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
     "awq": (quantized.awq(128), AWQ | {"group_size": 128}),
     "fp8": (quantized.fp8(128, 128), FP8 | {"weight_block_size": [128, 128]}),
 }
@@ -205,7 +205,7 @@ def group() -> Iterator[RankGroup]:
 
 def form(group: RankGroup, path: Path) -> Any:
     """An engine of all ranks. It has what an engine of one process has."""
-    target = {"path": str(path), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}
+    target: dict[str, Any] = {"path": str(path), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}
     target |= {"quantization": "stored", "tensor_parallel": RANKS, "kv": {"pool_bytes": 1 << 20, "block_size": 4}}
     return group.form(load_configuration({"target": target}))
 
