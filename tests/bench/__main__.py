@@ -27,6 +27,7 @@ SECTIONS = {
     "loop": "a round without its step, of 1 to 256 rows, while none and 10,000 requests wait",
     "widths": "a step of 1 to 1,500 tokens: kernels against modules, reading the weights, the peak of products",
     "mixture": "verifying 1 to 16 tokens with 8 of 64 experts, and what the controller drafts",
+    "quality": "perplexity of each storage, and its agreement with the de-quantized weights in float32",
     "device": "random weights in the shapes of large models: plain, compiled, recorded; --contexts 128,4096",
     "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",
     "routing": "two replicas and requests with shared beginnings: routed against round robin",
