@@ -15,7 +15,7 @@ from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from deploy.settings import code_directory
 from workers.model.formats.hub import draft_directory
 from workers.model.formats.registry import find_format, formats
-from workers.model.packaged.catalogue import converted_before
+from workers.model.packaged.catalogue import prepared_before
 
 ReportProgress = Callable[[str], None]
 """Called with a short description at the start of every stage of long work."""
@@ -59,7 +59,8 @@ def with_draft_directory(configuration: Configuration, cache_directory: Path) ->
     Of the target, a directory on this machine serves to compare vocabularies. Raises `ModelLoadError`.
     """
     section = configuration.target
-    target = converted_before(section.path, cache_directory) or Path(expanduser(section.path))
+    prepared = prepared_before(section.path, cache_directory, stored=section.quantization == "stored")
+    target = prepared or Path(expanduser(section.path))
     weights = configuration.draft.weights
     draft = None if weights is None else _resolve(weights, cache_directory, lambda _: None)
     return _with_paths(configuration, target, draft, str(code_directory(cache_directory)))
@@ -69,14 +70,14 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     packaged = _packaged(section.path)
     if packaged is not None:
         return packaged
-    converted = converted_before(section.path, cache_directory)
-    if converted is not None:
-        return converted
+    is_stored = section.quantization == "stored"
+    prepared = prepared_before(section.path, cache_directory, stored=is_stored)
+    if prepared is not None:
+        return prepared
     report(f"finding {section.path} (it is fetched or converted the first time)")
     # Importing torch and transformers takes seconds, and most commands do not need them.
     from workers.model.model_files import resolve_model_directory
 
-    is_stored = section.quantization == "stored"
     return resolve_model_directory(section.path, cache_directory, section.revision, report, stored=is_stored)
 
 

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.distill.answers import Answer
 from workers.distill.modules.tap_cache import TapCache
-from workers.model.target_ends import read_config, read_tensors
-from workers.model.weight_files import weight_files
+from workers.model.target_ends import named_tensors, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +66,7 @@ def load_parts(directory: Path, device: torch.device, dtype: torch.dtype, layers
         left_out.add(id(model.get_output_embeddings().weight))
         left_out.discard(id(model.get_input_embeddings().weight))
     wanted = {name for name, value in model.named_parameters() if id(value) not in left_out}
-    found = {
-        name: value.to(device, dtype)
-        for file in weight_files(directory)
-        for name, value in read_tensors(file).items()
-        if name in wanted
-    }
+    found = {name: value.to(device, dtype) for name, value in named_tensors(directory, wanted) if name in wanted}
     if lacks := sorted(wanted - found.keys()):
         raise ModelLoadError(f"model directory {str(directory)!r}: its safetensors lack {shorten(lacks)}")
     model.load_state_dict(found, strict=False, assign=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cluster.core.errors import ModelLoadError
 from workers.model.formats.checkpoint import safetensors_header
+from workers.model.stored.source import stored_file
 from workers.model.weight_files import weight_files
 
 _GGUF = b"GGUF"
@@ -63,8 +64,11 @@ def gguf_fault(file: Path) -> Fault | None:
     return None if model.tensors else Fault(file, "no tensors", "a GGUF file with a model")
 
 
-def directory_fault(directory: Path) -> Fault | None:
-    """What is wrong with a model's directory, as far as headers and lengths show it; `None` for a whole one."""
+def directory_fault(directory: Path, *, stored: bool = False) -> Fault | None:
+    """What is wrong with a model's directory, as far as headers and lengths show it; `None` for a whole one.
+
+    With `stored`, its weights may be in the GGUF file that it names.
+    """
     config = directory / "config.json"
     if not config.is_file():
         return Fault(directory, "no config.json", _DIRECTORY)
@@ -80,8 +84,11 @@ def directory_fault(directory: Path) -> Fault | None:
         return Fault(config, "no model_type", _CONFIG)
     try:
         files = weight_files(directory)
+        source = stored_file(directory) if stored and not files else None
     except ModelLoadError as error:
         return Fault(directory, str(error), "all files of the model")
+    if source is not None:
+        return gguf_fault(source)
     if not files:
         return Fault(directory, "no .safetensors file", _DIRECTORY)
     return next((fault for file in files if (fault := _weights_fault(file)) is not None), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,6 +17,8 @@ from workers.forward.compilation import should_compile
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.build import products
 from workers.forward.replace_linear import has_only_fast_linears
+from workers.model.gguf_header import GgufHeader, parts_of
+from workers.model.stored.source import stored_file
 from workers.model.weight_files import weight_files
 
 _SAMPLE_BYTES = 1024
@@ -70,17 +73,33 @@ def is_batch_invariant(section: TargetSection, model: LoadedModel, attention: Ch
 def weights_digest(directory: Path) -> str:
     """Return a hash of the configuration, the tokenizer, and the weights: all headers, and a sample of every tensor.
 
-    It reads a kilobyte of each tensor, so that it takes milliseconds for any model. Raises `ModelLoadError`.
+    Weights are in safetensors, else in the GGUF file that the directory was made of. It reads a kilobyte of each
+    tensor, so that it takes milliseconds for any model. Raises `ModelLoadError`.
     """
     digest = blake2b(digest_size=16)
     for name in _TEXTS:
         file = directory / name
         digest.update(file.read_bytes() if file.is_file() else b"")
         digest.update(b"\0")
-    for file in weight_files(directory):
+    files = weight_files(directory)
+    for file in files:
         with file.open("rb") as opened:
             _add_weights(opened, file, digest)
+    source = None if files else stored_file(directory)
+    for part in () if source is None else parts_of(source):
+        _add_gguf(part, digest)
     return digest.hexdigest()
+
+
+def _add_gguf(file: Path, digest: Any) -> None:
+    try:
+        reader = GgufHeader(file)
+    except (OSError, ValueError, KeyError, IndexError, struct.error) as error:
+        raise ModelLoadError(f"GGUF file {str(file)!r} cannot be read: {error}") from error
+    digest.update(reader.data[: reader.data_offset])
+    for tensor in reader.tensors:
+        first = tensor.data_offset + max(0, (tensor.n_bytes - _SAMPLE_BYTES) // 2)
+        digest.update(reader.data[first : first + min(_SAMPLE_BYTES, tensor.n_bytes)])
 
 
 def _add_weights(opened: BinaryIO, file: Path, digest: Any) -> None:

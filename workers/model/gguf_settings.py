@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH_NAMES, GGUFReader, dequantize, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, dequantize, get_tensor_name_map
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from workers.model.gguf_header import GgufModel
 
 _READ_BY_TRANSFORMERS = ("gemma4", "gpt-oss", "lfm2", "minimax-m2", "qwen35", "qwen35moe")
 """Architectures whose keys `transformers` reads, or whose configuration it knows."""
@@ -34,7 +36,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _FULL, _WINDOWS = "full_attention", "sliding_attention"
 
 
-def completed_settings(settings: Mapping[str, Any], parameters: Iterable[str], reader: GGUFReader) -> dict[str, Any]:
+def completed_settings(settings: Mapping[str, Any], parameters: Iterable[str], reader: GgufModel) -> dict[str, Any]:
     """The configuration of a model with the keys of its file that `transformers` does not read.
 
     `parameters` are those of the model. Raises `ValueError` for what the file has and the model does not compute.
@@ -72,7 +74,7 @@ def completed_settings(settings: Mapping[str, Any], parameters: Iterable[str], r
 class _File:
     """The keys of a file's architecture, and its tensors of factors."""
 
-    def __init__(self, reader: GGUFReader) -> None:
+    def __init__(self, reader: GgufModel) -> None:
         self.architecture = str(reader.fields["general.architecture"].contents())
         self._fields, self._tensors = reader.fields, {tensor.name: tensor for tensor in reader.tensors}
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gguf import GGUFReader
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+
+from workers.model.gguf_header import GgufModel
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -106,7 +107,7 @@ _TURN_ENDS = frozenset(
 """Tokens that end a turn or a message, by their texts."""
 
 
-def complete_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
+def complete_tokenizer(tokenizer: Any, reader: GgufModel) -> None:
     """Make the tokenizer of `transformers` divide texts as the one that the vocabulary of the file was made with.
 
     Raises `ValueError` for a way that is not known.
@@ -135,7 +136,7 @@ def complete_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
             _strip_after_added(tokenizer, reader)
 
 
-def _strip_after_added(tokenizer: Any, reader: GGUFReader) -> None:
+def _strip_after_added(tokenizer: Any, reader: GgufModel) -> None:
     """Let the tokens that Phi-3 added to its vocabulary, as `<|user|>`, take the white space after them."""
     kinds = zip(_key(reader, "tokens"), _key(reader, "token_type") or (), strict=False)
     added = [text for text, kind in kinds if kind in _ADDED and text not in _NOT_STRIPPED]
@@ -144,7 +145,7 @@ def _strip_after_added(tokenizer: Any, reader: GGUFReader) -> None:
     )
 
 
-def end_tokens(stated: int | list[int] | None, reader: GGUFReader) -> list[int]:
+def end_tokens(stated: int | list[int] | None, reader: GgufModel) -> list[int]:
     """The tokens that end generation: those that the configuration states, and those that end a turn or a message.
 
     Some files do not name the latter, as those of Phi-3; their texts tell them.
@@ -157,7 +158,7 @@ def end_tokens(stated: int | list[int] | None, reader: GGUFReader) -> list[int]:
     return list(dict.fromkeys(int(token) for token in (*own, *named, *known)))
 
 
-def _key(reader: GGUFReader, name: str) -> Any:
+def _key(reader: GgufModel, name: str) -> Any:
     """The value of a key of the tokenizer; `None` without it."""
     field = reader.fields.get(f"tokenizer.ggml.{name}")
     return None if field is None else field.contents()

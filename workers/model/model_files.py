@@ -1,5 +1,6 @@
 """Resolves a model name to a local directory of safetensors, configuration and tokenizer.
 
+The directory of a GGUF model that is served as it is stored has no safetensors: its weights stay in their files.
 Weights are read only from safetensors and GGUF, because other formats can run code.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gguf import GGUFReader
@@ -29,11 +30,12 @@ from workers.model.complete_weights import load_complete
 from workers.model.dequantized import write_dequantized_from
 from workers.model.description import directory_fault, gguf_fault
 from workers.model.formats.hub import Report, fetch
-from workers.model.gguf_header import join_parts, model_stem, parts_of
+from workers.model.gguf_header import GgufModel, join_parts, model_stem, parts_of, read_gguf
 from workers.model.gguf_settings import completed_settings
 from workers.model.gguf_tokenizer import complete_tokenizer, end_tokens
-from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
+from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file, prepared_directory
 from workers.model.packaged.marian import convert_marian, extract_entries
+from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.quantized_checkpoint import DEQUANTIZED, QuantizedCheckpoint, quantization_of
 from workers.model.stored.source import STORED_IN, write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
@@ -48,6 +50,8 @@ _HUB_TOKENIZER_FILES = [
 _GGUF_READING = "with scaled rotations and divided texts\n"
 """What of GGUF files is read. It changes with `completed_settings` and `complete_tokenizer`, so that files are
 converted again."""
+_DESCRIBED = "as it is stored\n"
+"""Begins what is read of GGUF files whose weights are not converted."""
 _QUANTIZED_READING = "with smaller last groups\n"
 """What of quantized checkpoints is read. It changes with their reading, so that files are converted again."""
 
@@ -63,30 +67,23 @@ def resolve_model_directory(
     """A local directory with `config.json`, safetensors and a tokenizer for `path`.
 
     `path` is a directory, a `.gguf` file, a packaged model's name or a hub id. A GGUF file, or a checkpoint with
-    GPTQ, AWQ or compressed-tensors weights, is de-quantized once into `cache_directory`; with `stored`, such a
-    checkpoint stays as it is. `path@x10` is the model of `path` at 10 times its cost with the same function (see
-    `workers.model.stretch`). `report` is called while files are fetched. Raises `ModelLoadError`, which says what to
-    do.
+    GPTQ, AWQ or compressed-tensors weights, is de-quantized once into `cache_directory`. With `stored`, such a
+    checkpoint stays as it is, and the directory of a GGUF model has no safetensors. `path@x10` is the model of
+    `path` at 10 times its cost with the same function (see `workers.model.stretch`). `report` is called while files
+    are fetched. Raises `ModelLoadError`, which says what to do.
     """
     directory = Path(expanduser(path))
     if directory.is_dir():
-        return _checked(directory) if stored else _plain_weights(_checked(directory), cache_directory)
+        return _checked(directory, stored=True) if stored else _plain_weights(_checked(directory), cache_directory)
     stretch = parse_stretch(path)
     if stretch is not None:
         return _stretched(stretch, cache_directory, revision, report)
     if path in PACKAGED_MODELS:
-        return _converted(lambda building, scratch: _convert_packaged(path, building, scratch), cache_directory / path)
+        return _prepared_package(path, cache_directory, stored=stored)
     if directory.suffix == ".gguf":
         if not directory.is_file():
             raise ModelLoadError(f"model path {path!r}: no such file")
-        destination = cache_directory / f"{model_stem(directory)}-{_identity(_parts(directory), _GGUF_READING)}"
-        converted = _converted(
-            lambda building, scratch: _convert_gguf(_whole_gguf(directory, scratch), building), destination
-        )
-        if not (converted / STORED_IN).is_file():  # new, or converted by a version that wrote no note
-            with suppress(OSError):
-                write_stored_in(converted, parts_of(directory)[0])
-        return converted
+        return _prepared_gguf(directory, cache_directory, stored=stored)
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(
             f"model path {path!r}: no such directory; give a directory, a .gguf file, a hub id "
@@ -106,8 +103,50 @@ def _stretched(request: StretchRequest, cache_directory: Path, revision: str | N
     )
 
 
-def _checked(directory: Path) -> Path:
-    fault = directory_fault(directory)
+def _prepared_gguf(file: Path, cache_directory: Path, *, stored: bool) -> Path:
+    """The directory of a GGUF model, made once. With `stored`, its weights stay in their files."""
+    first, reading = parts_of(file)[0], f"{_DESCRIBED if stored else ''}{_GGUF_READING}"
+    destination = cache_directory / f"{model_stem(file)}-{_identity(_parts(file), reading)}"
+
+    def describe(building: Path, _: Path) -> None:
+        _describe_gguf(file, building)
+        write_stored_in(building, first)
+
+    if stored:
+        return _converted(describe, destination, stored=True)
+    converted = _converted(lambda building, scratch: _convert_gguf(_whole_gguf(file, scratch), building), destination)
+    if not (converted / STORED_IN).is_file():  # new, or converted by a version that wrote no note
+        with suppress(OSError):
+            write_stored_in(converted, first)
+    return converted
+
+
+def _prepared_package(name: str, cache_directory: Path, *, stored: bool) -> Path:
+    """The directory of a packaged model, made once. With `stored`, the weights of a GGUF model stay in their file."""
+    packaged = PACKAGED_MODELS[name]
+    is_described = stored and not packaged.is_marian
+
+    def prepare(building: Path, scratch: Path) -> None:
+        file = packaged_file(name, scratch)
+        if packaged.is_marian:
+            entries = scratch / "entries"
+            entries.mkdir()
+            extract_entries(file, entries)
+            convert_marian(entries, building)
+            return
+        if is_described:
+            _describe_gguf(file, building)
+            if file.parent == scratch:
+                file.rename(building / name)  # where `stored_file` looks for it
+        else:
+            _convert_gguf(file, building)
+        write_dequantized_from(building, packaged.quantized)
+
+    return _converted(prepare, prepared_directory(name, cache_directory, stored=stored), stored=is_described)
+
+
+def _checked(directory: Path, *, stored: bool = False) -> Path:
+    fault = directory_fault(directory, stored=stored)
     if fault is not None:
         raise ModelLoadError(f"model path {str(directory)!r}: {fault}")
     return directory
@@ -132,18 +171,6 @@ def _plain_weights(directory: Path, cache_directory: Path) -> Path:
     return _converted(convert, destination)
 
 
-def _convert_packaged(name: str, destination: Path, scratch: Path) -> None:
-    file = packaged_file(name, scratch)
-    if not PACKAGED_MODELS[name].is_marian:
-        _convert_gguf(file, destination)
-        write_dequantized_from(destination, PACKAGED_MODELS[name].quantized)
-        return
-    entries = scratch / "entries"
-    entries.mkdir()
-    extract_entries(file, entries)
-    convert_marian(entries, destination)
-
-
 def _identity(files: Sequence[Path], reading: str = "") -> str:
     """A hash of the files' paths, sizes and times, so that another file of the same name is another model.
 
@@ -156,14 +183,14 @@ def _identity(files: Sequence[Path], reading: str = "") -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
-def _converted(convert: Callable[[Path, Path], None], destination: Path) -> Path:
+def _converted(convert: Callable[[Path, Path], None], destination: Path, *, stored: bool = False) -> Path:
     """Call `convert(directory, scratch)` to fill `destination`, unless that was done before.
 
-    `scratch` is a directory that lasts as long as the conversion. Raises `ModelLoadError` where files cannot be
-    read or written.
+    `scratch` is a directory that lasts as long as the conversion. With `stored`, the weights may be elsewhere.
+    Raises `ModelLoadError` where files cannot be read or written.
     """
     if (destination / "config.json").is_file():
-        return _checked(destination)
+        return _checked(destination, stored=stored)
     transformers_logging.disable_progress_bar()
     building: Path | None = None
     try:
@@ -185,7 +212,7 @@ def _converted(convert: Callable[[Path, Path], None], destination: Path) -> Path
     finally:
         if building is not None:
             shutil.rmtree(building, ignore_errors=True)
-    return _checked(destination)
+    return _checked(destination, stored=stored)
 
 
 def _is_of_storing(error: OSError, destination: Path) -> bool:
@@ -219,32 +246,74 @@ def _whole_gguf(file: Path, scratch: Path) -> Path:
 
 
 def _convert_gguf(file: Path, destination: Path) -> None:
-    directory, name = str(file.parent), file.name
+    """Write a GGUF model's configuration, its tokenizer, and its weights in float32. Raises `ModelLoadError`."""
     if (fault := gguf_fault(file)) is not None:
         raise ModelLoadError(f"GGUF file {fault}")
     try:
-        reader = GGUFReader(file)
-        quantized = load_complete(AutoModelForCausalLM, file.parent, gguf_file=name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
-        complete_tokenizer(tokenizer, reader)
-        settings = completed_settings(quantized.config.to_dict(), quantized.state_dict(), reader)
-        # A model loaded from GGUF would be saved as quantized, so its plain weights move to a plain model.
-        settings.pop("quantization_config", None)
-        config = AutoConfig.for_model(**settings)
+        reader = read_gguf(file, GGUFReader)
+        quantized = load_complete(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = _gguf_tokenizer(file, reader)
+        config = _completed_config(quantized, reader)
     except Exception as error:  # the reader of a broken file may raise anything
         raise ModelLoadError(f"GGUF file {str(file)!r} cannot be converted: {error}") from error
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
-    model.generation_config = GenerationConfig.from_model_config(model.config)
-    model.generation_config.eos_token_id = end_tokens(getattr(config, "eos_token_id", None), reader) or None
+    model.generation_config = _generation(model, reader)
     model.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
-    write_dequantized_from(destination, f"GGUF {_types_of(file)}")
+    write_dequantized_from(destination, f"GGUF {_types_of(reader)}")
 
 
-def _types_of(file: Path) -> str:
-    """The types of the matrices in a GGUF file, the most frequent first, as `Q4_1, Q8_0`."""
-    matrices = (tensor for tensor in GGUFReader(file).tensors if len(tensor.shape) > 1)
+def _describe_gguf(file: Path, destination: Path) -> None:
+    """Write what `_convert_gguf` writes without the weights: no number of a matrix is read. Raises `ModelLoadError`."""
+    if (fault := gguf_fault(file)) is not None:
+        raise ModelLoadError(f"GGUF file {fault}")
+    GgufFile(file)  # raises for an architecture whose weights are not read as they are stored
+    first = parts_of(file)[0]
+    try:
+        reader = read_gguf(file, GGUFReader)
+        stated = AutoConfig.from_pretrained(first.parent, gguf_file=first.name)
+        stated.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in reader.tensors)  # in any part
+        if stated.num_hidden_layers > len(reader.tensors):
+            raise ValueError(f"it has {stated.num_hidden_layers} layers and {len(reader.tensors)} tensors")
+        with torch.device("meta"):
+            config = _completed_config(AutoModelForCausalLM.from_config(stated), reader)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        tokenizer = _gguf_tokenizer(first, reader)
+    except Exception as error:  # the reader of a broken file may raise anything
+        raise ModelLoadError(f"GGUF file {str(file)!r} cannot be prepared: {error}") from error
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(destination)
+    _generation(model, reader).save_pretrained(destination)
+    tokenizer.save_pretrained(destination)
+    write_dequantized_from(destination, f"GGUF {_types_of(reader)}")
+
+
+def _gguf_tokenizer(file: Path, reader: GgufModel) -> Any:
+    """The tokenizer of a GGUF model, whose keys `file` has. Raises `ValueError`, and what `transformers` raises."""
+    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    complete_tokenizer(tokenizer, reader)
+    return tokenizer
+
+
+def _completed_config(model: Any, reader: GgufModel) -> Any:
+    """The configuration of a model that `transformers` made of a GGUF file, with the keys that it drops."""
+    settings = completed_settings(model.config.to_dict(), model.state_dict(), reader)
+    # A model loaded from GGUF would be saved as quantized, so its plain weights move to a plain model.
+    settings.pop("quantization_config", None)
+    return AutoConfig.for_model(**settings)
+
+
+def _generation(model: Any, reader: GgufModel) -> GenerationConfig:
+    """How a GGUF model generates, with all tokens that end it."""
+    found: Any = GenerationConfig.from_model_config(model.config)
+    found.eos_token_id = end_tokens(getattr(model.config, "eos_token_id", None), reader) or None
+    return cast("GenerationConfig", found)
+
+
+def _types_of(reader: GgufModel) -> str:
+    """The types of a GGUF model's matrices, the most frequent first, as `Q4_1, Q8_0`."""
+    matrices = (tensor for tensor in reader.tensors if len(tensor.shape) > 1)
     return ", ".join(kind for kind, _ in Counter(tensor.tensor_type.name for tensor in matrices).most_common())
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import nn
 
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import DraftDescription, is_distilled
+from workers.model.stored.gguf_file import GgufFile
+from workers.model.stored.source import stored_file
 from workers.model.weight_files import config_values, weight_files
 
 if TYPE_CHECKING:
@@ -60,7 +63,7 @@ class ModelOutline:
 
 @dataclass(frozen=True, slots=True)
 class SharedEnds:
-    """A target's shared parameters, memory-mapped."""
+    """A target's shared parameters: memory-mapped, or de-quantized from a GGUF file."""
 
     outline: ModelOutline
     config: PreTrainedConfig
@@ -195,21 +198,18 @@ def read_shared_ends(target: Path, card: DraftDescription) -> SharedEnds:
     found = outline(config)
     ends = [("embedding", found.embedding), ("head", found.head), ("norm", found.norm)]
     tensors: dict[tuple[str, str], torch.Tensor] = {}
-    for file in weight_files(target):
-        for stored, values in read_tensors(file).items():
-            name = _TEXT_PARTS[1] + stored.removeprefix(_TEXT_PARTS[0]) if stored.startswith(_TEXT_PARTS[0]) else stored
-            for end, prefix in ends:
-                if (
-                    prefix is not None
-                    and name.startswith(f"{prefix}.")
-                    and tuple(values.shape) == found.shapes.get(name)
-                ):
-                    if values.dtype.itemsize == 1:  # its scale is elsewhere
-                        raise ModelLoadError(
-                            f"target directory {str(target)!r}: {stored} is {values.dtype}; drafts that share it need "
-                            "it as float32, bfloat16 or float16: set target.quantization to none"
-                        )
-                    tensors[end, name.removeprefix(f"{prefix}.")] = values
+    prefixes = tuple(f"{prefix}." for _, prefix in ends if prefix is not None)
+    for stored, values in named_tensors(target, (name for name in found.shapes if name.startswith(prefixes))):
+        name = _TEXT_PARTS[1] + stored.removeprefix(_TEXT_PARTS[0]) if stored.startswith(_TEXT_PARTS[0]) else stored
+        for end, prefix in ends:
+            if prefix is None or not name.startswith(f"{prefix}.") or tuple(values.shape) != found.shapes.get(name):
+                continue
+            if values.dtype.itemsize == 1:  # its scale is elsewhere
+                raise ModelLoadError(
+                    f"target directory {str(target)!r}: {stored} is {values.dtype}; drafts that share it need "
+                    "it as float32, bfloat16 or float16: set target.quantization to none"
+                )
+            tensors[end, name.removeprefix(f"{prefix}.")] = values
     if ("embedding", "weight") not in tensors:
         raise ModelLoadError(f"target directory {str(target)!r}: its safetensors hold no {found.embedding}.weight")
     if not config.tie_word_embeddings and ("head", "weight") not in tensors:
@@ -282,6 +282,22 @@ def check_config(directory: Path, what: str, config: PreTrainedConfig, card: Dra
             raise ModelLoadError(
                 f"draft directory {str(directory)!r}: {field} is {wanted} in {card.source} and {found} in {what}"
             )
+
+
+def named_tensors(directory: Path, parameters: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model's safetensors, memory-mapped, with their names.
+
+    A GGUF model whose directory has no weights is read from its file: those of these `parameters` that it has,
+    de-quantized to float32 one after another. Raises `ModelLoadError`.
+    """
+    files = weight_files(directory)
+    for file in files:
+        yield from read_tensors(file).items()
+    if not files and (source := stored_file(directory)) is not None:
+        stored = GgufFile(source)
+        for name in parameters:
+            if name in stored:
+                yield name, stored.plain(name)
 
 
 def read_tensors(file: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Counts the weights of a model on disk, from the headers of its safetensors files.
+"""Counts the weights of a model on disk, from the headers of its safetensors files, or of its GGUF file.
 
 A packed matrix of a quantized checkpoint counts as the matrix that it stands for.
 """
@@ -15,7 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import is_distilled, read_card
+from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.quantized_checkpoint import FORMATS, QuantizedCheckpoint, quantization_of
+from workers.model.stored.source import stored_file
+from workers.model.target_ends import outline, read_config
 from workers.model.weight_files import config_values, weight_files
 
 _TOKEN_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "shared.weight")
@@ -110,9 +113,16 @@ def count_part(
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in the safetensors of a directory. Raises `ModelLoadError`."""
+    """The shape of each tensor in the safetensors of a directory, or of a GGUF model's each parameter in its file.
+
+    Raises `ModelLoadError`.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(directory):
+    files = weight_files(directory)
+    if not files and (source := stored_file(directory)) is not None:
+        stored = GgufFile(source)
+        return {name: shape for name, shape in outline(read_config(directory)).shapes.items() if name in stored}
+    for file in files:
         try:
             with safe_open(file, framework="pt") as stored:
                 shapes.update({name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()})  # noqa: SIM118

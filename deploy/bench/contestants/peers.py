@@ -25,6 +25,8 @@ from workers.forward.attention import register
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
 from workers.model.loading import DTYPES
+from workers.model.target_ends import named_tensors, outline
+from workers.model.weight_files import weight_files
 
 GENERATE, PROMPT_LOOKUP, ASSISTED = "generate", "prompt lookup", "assisted generation"
 LOOKUP_TOKENS = 10
@@ -198,9 +200,15 @@ def load_target(configuration: Configuration) -> Any:
     """The target with the modules and the attention of `transformers`. Raises `ModelLoadError`."""
     section = configuration.target
     try:
-        is_encoder_decoder = AutoConfig.from_pretrained(section.path).is_encoder_decoder
-        family: Any = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
-        model: Any = family.from_pretrained(section.path, dtype=DTYPES[section.dtype], use_safetensors=True)
+        config = AutoConfig.from_pretrained(section.path)
+        family: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        directory, dtype = Path(section.path), DTYPES[section.dtype]
+        if weight_files(directory):
+            model: Any = family.from_pretrained(directory, dtype=dtype, use_safetensors=True)
+        else:  # a GGUF model that is served as it is stored
+            found = outline(config)
+            tensors = dict(named_tensors(directory, found.shapes))
+            model = found.kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"transformers cannot load {section.path!r}: {error}") from error
     if torch.cuda.is_available() and section.device != "cpu":

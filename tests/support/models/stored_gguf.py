@@ -70,7 +70,7 @@ def write(
     writer.add_head_count_kv(config.num_key_value_heads)
     for key, value in (keys or {}).items():
         is_whole = isinstance(value, torch.Tensor) or key.startswith(("general.", "tokenizer.", "split."))
-        _add(writer, key if is_whole else f"{architecture}.{key}", value)
+        add_key(writer, key if is_whole else f"{architecture}.{key}", value)
     plain: dict[str, torch.Tensor] = {}
     draw = np.random.default_rng(0)
     for name, values in model.state_dict().items():
@@ -122,7 +122,8 @@ def _drawn(name: str, weight: torch.Tensor, draw: np.random.Generator) -> np.nda
     return put_all(scale * float(weight.std()) / spread)
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add a key by its whole name, in the type of its value, or a tensor."""
     if isinstance(value, torch.Tensor):
         writer.add_tensor(key, value.float().numpy())
     elif isinstance(value, list):

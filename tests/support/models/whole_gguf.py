@@ -17,6 +17,8 @@ _ENDS = ["<|endoftext|>", "<|begin|>"]
 _MERGES = ["3 3", "33 3", "\u0120 4", "' '"]
 _BYTE_PIECES = [*_ENDS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(one.replace(" ", "") for one in _MERGES)]
 _PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "\u2581a"]
+_OF_SENTENCEPIECE = ("gemma3", "phi3")
+"""Families whose texts are divided as SentencePiece does."""
 _NORMAL, _CONTROL = 1, 3
 _SIZES: dict[str, Any] = {
     "hidden_size": 192,
@@ -40,7 +42,7 @@ FAMILIES: dict[str, tuple[str, PreTrainedConfig]] = {
     "llama, tied": ("llama", tiny.llama(**_WITH_BYTES, head_dim=32, tie_word_embeddings=True)),
     "mistral": ("llama", MistralConfig(**_WITH_BYTES, sliding_window=None)),
     "qwen2": ("qwen2", tiny.qwen2(**_WITH_BYTES)),
-    "qwen3": ("qwen3", tiny.qwen3(**_WITH_BYTES, head_dim=32)),
+    "qwen3": ("qwen3", tiny.qwen3(**_WITH_BYTES, head_dim=128)),
     "gemma3": ("gemma3", _gemma3()),
     "phi3": ("phi3", Phi3Config(**_WITH_PIECES)),
 }
@@ -52,6 +54,7 @@ def write(directory: Path, family: str) -> Path:
     architecture, config = FAMILIES[family]
     source = tiny.save(directory / "source", config, sharpness=2.0)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotations: Any = config.rope_parameters
     keys: dict[str, Any] = {
         "context_length": config.max_position_embeddings,
@@ -59,16 +62,14 @@ def write(directory: Path, family: str) -> Path:
         "feed_forward_length": config.intermediate_size,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(rotations.get("full_attention", rotations)["rope_theta"]),
-        "rope.dimension_count": 32,
+        "rope.dimension_count": size,
     }
     if getattr(config, "head_dim", None):
-        keys |= {"attention.key_length": 32, "attention.value_length": 32}
+        keys |= {"attention.key_length": size, "attention.value_length": size}
     if getattr(config, "sliding_window", None):
         keys["attention.sliding_window"] = config.sliding_window
-    if family == "mistral":
-        keys["general.name"] = family  # which is how `transformers` knows them
     file = directory / "model.gguf"
-    stored_gguf.write(model, file, architecture, KINDS, keys=keys | _tokenizer(config.vocab_size))
+    stored_gguf.write(model, file, architecture, KINDS, keys=keys | tokenizer_keys(family))
     return file
 
 
@@ -90,13 +91,14 @@ def divide(file: Path, parts: int) -> list[Path]:
     return sorted(file.parent.glob(f"{file.stem}-*-of-*.gguf"))
 
 
-def _tokenizer(size: int) -> dict[str, Any]:
-    if size == len(_BYTE_PIECES):
-        kinds = [_CONTROL] * len(_ENDS) + [_NORMAL] * (size - len(_ENDS))
+def tokenizer_keys(family: str) -> dict[str, Any]:
+    """The keys of a family's vocabulary by their whole names."""
+    if family not in _OF_SENTENCEPIECE:
+        kinds = [_CONTROL] * len(_ENDS) + [_NORMAL] * (len(_BYTE_PIECES) - len(_ENDS))
         own = {"model": "gpt2", "pre": "smollm", "tokens": _BYTE_PIECES, "token_type": kinds, "merges": _MERGES}
         ends = {"eos_token_id": 0, "bos_token_id": 1}
     else:
-        scores = [0.0] * (size - 1) + [-1.0]
-        own = {"model": "llama", "tokens": _PIECES, "token_type": [_NORMAL] * size, "scores": scores}
+        scores = [0.0] * (len(_PIECES) - 1) + [-1.0]
+        own = {"model": "llama", "tokens": _PIECES, "token_type": [_NORMAL] * len(_PIECES), "scores": scores}
         ends = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "padding_token_id": 0}
     return {f"tokenizer.ggml.{key}": value for key, value in (own | ends).items()}

@@ -86,3 +86,13 @@ def test_a_converted_packaged_model_is_found_without_its_libraries(tmp_path: Pat
     converted = model_directory(tmp_path / "smollm2-135m-instruct")
 
     assert models.resolve_models(written, tmp_path, pytest.fail).target == converted
+
+
+def test_a_packaged_model_that_stays_as_it_is_stored_has_a_directory_without_weights(tmp_path: Path) -> None:
+    overrides = {"target.path": "smollm2-135m-instruct", "draft.method": "none", "target.quantization": "stored"}
+    model_directory(tmp_path / "smollm2-135m-instruct")  # converted by a start that did not keep it as it is stored
+    described = tmp_path / "stored" / "smollm2-135m-instruct"
+    described.mkdir(parents=True)
+    (described / "config.json").write_text('{"model_type": "llama"}')
+
+    assert models.resolve_models(load_configuration({}, overrides), tmp_path, pytest.fail).target == described

@@ -19,8 +19,14 @@ from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsS
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.files import read_trained, stored_tensors
-from workers.model.target_ends import decoder_layer_count, decoder_vocabulary_size, read_config, read_tensors
-from workers.model.weight_files import weight_files
+from workers.model.target_ends import (
+    decoder_layer_count,
+    decoder_vocabulary_size,
+    named_tensors,
+    outline,
+    read_config,
+    read_tensors,
+)
 
 CURVE = "training.png"
 FOR_ENCODER_DECODER = ("heads", "table")
@@ -127,11 +133,13 @@ def start_module(tapped: TappedModule, options: DistillOptions, target: Path, an
         return ""
     if options.start is None:
         words, layers = f"layers {', '.join(map(str, options.layers))} of the target", options.layers
-        files = weight_files(target)
+        copied = (*(f"layers.{layer}." for layer in layers), "norm.weight")
+        parameters = (name for name in outline(read_config(target)).shapes if any(part in name for part in copied))
+        tensors = dict(named_tensors(target, parameters))
     else:
         words, layers = f"the layers of the draft {options.start.name}", tuple(range(module.shape.layers))
-        files = [options.start / WEIGHTS]
-    copy_layers(module, {name: value for file in files for name, value in read_tensors(file).items()}, layers)
+        tensors = read_tensors(options.start / WEIGHTS)
+    copy_layers(module, tensors, layers)
     if isinstance(module, BlockDrafter):
         chosen = [answer for answer in answers if cache.has(answer)][:_FITTED_ANSWERS]
         groups = [chosen[first : first + 4] for first in range(0, len(chosen), 4)]

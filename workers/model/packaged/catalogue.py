@@ -82,12 +82,23 @@ PACKAGED_MODELS = {
 """Models that `pip` installs, by name."""
 
 
-def converted_before(path: str, cache_directory: Path) -> Path | None:
-    """The directory to which a packaged model was converted at an earlier start; `None` for any other path."""
+def prepared_directory(name: str, cache_directory: Path, *, stored: bool = False) -> Path:
+    """Where a packaged model is prepared; with `stored`, without weights of its own if its file has them.
+
+    Both have the model's name, by which its file is found.
+    """
+    return (
+        cache_directory / "stored" / name if stored and not PACKAGED_MODELS[name].is_marian else cache_directory / name
+    )
+
+
+def prepared_before(path: str, cache_directory: Path, *, stored: bool = False) -> Path | None:
+    """The directory in which an earlier start prepared a packaged model; `None` for any other path."""
     if path not in PACKAGED_MODELS or Path(path).is_dir():
         return None
-    directory = cache_directory / path
-    return directory if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")) else None
+    directory = prepared_directory(path, cache_directory, stored=stored)
+    is_whole = directory.parent != cache_directory or any(directory.glob("*.safetensors"))
+    return directory if is_whole and (directory / "config.json").is_file() else None
 
 
 def packaged_file(name: str, scratch: Path) -> Path:

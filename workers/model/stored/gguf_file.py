@@ -137,6 +137,11 @@ class GgufFile:
                 return values[_unrotated(len(values), heads)]
         return values - self._architecture.norm_offset if "norm" in parameter else values.clone()
 
+    def plain(self, parameter: str) -> torch.Tensor:
+        """A parameter, float32, as the model of `transformers` has it. Raises `ModelLoadError`."""
+        is_vector = len(self._required(parameter).shape) == 1
+        return self.vector(parameter) if is_vector else self.matrix(parameter).dequantized().float()
+
     def sizes(self) -> dict[str, int]:
         """Bytes of each tensor in memory, by the file's names, once matrices are packed. Raises `ModelLoadError`."""
         sizes = {name: self._nbytes(tensor) for name, tensor in self._tensors.items()}

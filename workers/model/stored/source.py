@@ -1,4 +1,4 @@
-"""Where the weights of a converted model are stored: the file that it was converted from.
+"""Where the weights of a GGUF model are stored: the file that its directory was made of.
 
 It imports no `transformers`, so that a process that finds packed weights starts without it.
 """
@@ -13,16 +13,16 @@ from cluster.core.errors import ModelLoadError
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
 
 STORED_IN = "stored_in.txt"
-"""The file in a converted model's directory that names what it was converted from."""
+"""The file in a model's directory that names the GGUF file that the directory was made of."""
 
 
 def write_stored_in(directory: Path, file: Path) -> None:
-    """Note in `directory` which file its weights were converted from."""
+    """Note in `directory` which file it was made of."""
     (directory / STORED_IN).write_text(str(file.resolve()), "utf-8")
 
 
 def stored_file(directory: Path) -> Path | None:
-    """The GGUF file that the model in `directory` was converted from; `None` if it was not.
+    """The GGUF file that the model in `directory` was made of, the first of several; `None` if it was not.
 
     Raises `ModelLoadError` if that file is gone.
     """
