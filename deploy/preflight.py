@@ -26,7 +26,8 @@ from deploy.settings import Settings
 from workers.model.draft_card import is_distilled, read_card
 from workers.model.formats.checkpoint import safetensors_header
 from workers.model.head_counts import ranks_that_divide
-from workers.model.weight_files import weight_files
+from workers.model.text_tokenizer import TextTokenizer, same_tokens
+from workers.model.weight_files import is_encoder_decoder, weight_files
 
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MOST_NODES = 8
@@ -216,20 +217,23 @@ def head_problems(directory: Path, tensor_parallel: int) -> Iterator[Problem]:
 
 
 def vocabulary_problems(target: Path, draft: Path, key: str) -> Iterator[Problem]:
-    """Problems with a draft whose vocabulary differs from the target's. `key` is the setting that names the draft."""
-    target_tokens, draft_tokens = _vocabulary(target), _vocabulary(draft)
-    if target_tokens is None or draft_tokens is None:
-        # There are no tokenizers to compare, so the vocabulary sizes are compared.
-        sizes = [int(read_model_config(directory).get("vocab_size") or 0) for directory in (target, draft)]
-        if sizes[0] == sizes[1]:
-            return
-        needed, found = (f"{size} tokens" for size in sizes)
-    elif target_tokens == draft_tokens:
+    """Problems with a draft whose vocabulary differs from the target's, and that cannot draft by text either.
+
+    `key` is the setting that names the draft.
+    """
+    sizes = [int(read_model_config(directory).get("vocab_size") or 0) for directory in (target, draft)]
+    is_same = same_tokens(target, sizes[0], draft, sizes[1])
+    if is_same:
         return
-    else:
-        different = sum(1 for token, index in target_tokens.items() if draft_tokens.get(token) != index)
-        needed = f"the target's vocabulary of {len(target_tokens)} tokens"
-        found = f"{len(draft_tokens)} tokens, {different} of the target's missing or numbered otherwise"
+    needed, found = (f"{size} tokens" for size in sizes)
+    if is_same is not None and not is_encoder_decoder(target) and not is_encoder_decoder(draft):
+        try:
+            for directory in (target, draft):
+                TextTokenizer.load(directory)
+        except ConfigurationError as error:
+            needed, found = "the target's tokenizer, or one with which it can draft by text", str(error)
+        else:
+            return
     yield Problem(key, needed, found, "choose a draft with the target's tokenizer")
 
 
@@ -352,20 +356,6 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         raise ConfigurationError(f"model directory {str(directory)!r}: config.json holds no object")
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
-
-
-def _vocabulary(directory: Path) -> dict[str, int] | None:
-    """Token ids by token, special tokens included; `None` if there is no plain vocabulary."""
-    try:
-        tokenizer = json.loads((directory / "tokenizer.json").read_text("utf-8"))
-        tokens = tokenizer["model"]["vocab"]
-        pairs = (
-            tokens.items() if isinstance(tokens, dict) else ((entry[0], index) for index, entry in enumerate(tokens))
-        )
-        added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", [])}
-        return dict(pairs) | added
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return None
 
 
 def _why_unbindable(host: str, port: int) -> str | None:

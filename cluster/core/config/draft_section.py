@@ -23,14 +23,15 @@ class DraftModelSection(ModelSection, PluginSettings):
     """Settings of a drafting method that loads a model. Such a method is assigned a device."""
 
     path: str = ""
-    """A draft model with the target's tokenizer: a local directory, hub id, `.gguf` file, or packaged model's name."""
+    """A draft model: a local directory, hub id, `.gguf` file, or packaged model's name. One with another tokenizer than
+    the target's drafts by text."""
     kv: PoolSection = PoolSection()
     """The draft model's KV pool."""
 
     def check_selected(self) -> None:
         """Raise `ValueError` when `path` is not set."""
         if not self.path:
-            raise ValueError("path must be set to a draft model with the target's tokenizer")
+            raise ValueError("path must be set to a draft model, best with the target's tokenizer")
 
 
 class DraftModuleSection(ModuleSection):

@@ -144,7 +144,7 @@ def test_contradictory_values_are_refused() -> None:
     message = refusal({"draft": {"ngram": {"min": 5, "max": 2}}})
     assert message == "draft.ngram: min (5) must be at most max (2)"
     message = refusal({"draft": {"method": "model"}})
-    assert message.startswith("draft.model: path must be set to a draft model with the target's tokenizer")
+    assert message.startswith("draft.model: path must be set to a draft model, best with the target's tokenizer")
     assert "prefix_cache (False) must be true" in refusal({"target": {"kv": {"prefix_cache": False, "host_bytes": 1}}})
     message = refusal({"target": {"replicas": 3, "autoscaling": {"max_replicas": 2}}})
     assert message == "target: autoscaling.max_replicas (2) must be 0 or at least replicas (3)"

@@ -18,6 +18,7 @@ from deploy.machine import free_memory_limit, usable_cores
 from deploy.placement import Resources, plan
 from deploy.settings import load_settings
 from tests.support.certificates import Authority
+from tests.support.models import tiny_tokenizer
 from workers.model.draft_card import DraftCard
 from workers.serve.configuration import load_configuration
 
@@ -180,12 +181,27 @@ def test_a_draft_with_the_same_tokens_is_no_problem(tmp_path: Path) -> None:
     assert not list(preflight.vocabulary_problems(target, draft, "draft.model.path"))
 
 
-def test_a_draft_that_numbers_tokens_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer_drafts_by_text(tmp_path: Path) -> None:
+    target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "d")
+    tiny_tokenizer.byte_level(target)
+    tiny_tokenizer.sentencepiece(draft)
+
+    assert not list(preflight.vocabulary_problems(target, draft, "draft.model.path"))
+
+    (draft / "config.json").write_text(json.dumps({"vocab_size": 4, "is_encoder_decoder": True}))
+    assert "needed 3 tokens, found 4 tokens" in only(preflight.vocabulary_problems(target, draft, "draft.model.path"))
+
+
+def test_a_draft_with_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "d", tokens={"a": 0, "b": 2, "c": 1})
+    tiny_tokenizer.byte_level(target)
 
     line = only(preflight.vocabulary_problems(target, draft, "draft.model.path"))
 
-    assert line.startswith("draft.model.path: needed the target's vocabulary of 3 tokens, found 3 tokens, 2 of")
+    assert line.startswith(
+        "draft.model.path: needed the target's tokenizer, or one with which it can draft by text, found "
+        f"{draft / 'tokenizer.json'}: needed a tokenizer, found none"
+    )
 
 
 def test_without_tokenizers_the_sizes_of_the_vocabularies_decide(tmp_path: Path) -> None:

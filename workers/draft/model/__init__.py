@@ -1,13 +1,14 @@
 """An independent draft model: a small language model that drafts with the target's sampling noise.
 
 It ranks tokens as the target would, with the sequence's parameters, seed and position. Where the two distributions are
-similar, the drafted tokens mostly equal the target's. A PARD model drafts all depths in one pass instead.
+similar, the drafted tokens mostly equal the target's. A PARD model drafts all depths in one pass instead. A model with
+another tokenizer drafts by text, greedily.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,6 +23,9 @@ from workers.draft.registry import Placement, Places, register
 from workers.model.draft_card import LAYERS
 from workers.model.weight_files import is_encoder_decoder
 from workers.sampling.acceptance import RULES, DrawnDrafts
+
+if TYPE_CHECKING:
+    from workers.forward.loaded_model import LoadedModel
 
 
 class DraftModelSettings(DraftModelSection, ExpansionSettings):
@@ -41,8 +45,9 @@ class DraftModelSettings(DraftModelSection, ExpansionSettings):
     distributions: Choice[Literal["auto", "on", "off"]] = "auto"
     """`on` draws drafts at random in trees of a fixed shape, and sends the distributions that they were drawn from, for
     the acceptance rules `rejection` and `block`. `candidates` siblings are drawn at each depth (1 with `block`), and
-    `mode`, `width` and `lookup` have no effect. `auto` is `on` where `target.acceptance` is such a rule. For the same
-    seed, the text then differs from decoding without drafts; its distribution does not."""
+    `mode`, `width` and `lookup` have no effect. `auto` is `on` where `target.acceptance` is such a rule and the draft
+    has the target's tokenizer. For the same seed, the text then differs from decoding without drafts; its distribution
+    does not."""
 
     @property
     def has_lookup(self) -> bool:
@@ -72,15 +77,15 @@ def _resolved(settings: DraftModelSettings) -> DraftModelSettings:
 def create_model(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> DraftMethod:
     """Create the method `model`: load the weights and warm up.
 
-    Raises `ConfigurationError` when the draft's vocabulary is not the target's, and `ModelLoadError`.
+    Raises `ConfigurationError` when the draft's vocabulary is not the target's and it cannot draft by text, and
+    `ModelLoadError`.
     """
-    from workers.draft.common.modules.served_module import make_shortlist
     from workers.draft.model.drawing_drafter import DrawingDrafter
-    from workers.draft.model.model_expander import ModelExpander, check_vocabularies
-    from workers.draft.model.parallel_model import ParallelModelDrafter, mask_token_of
+    from workers.draft.model.model_expander import ModelExpander
+    from workers.draft.model.text_drafter import TextDrafter, inner_section
     from workers.draft.model.token_drawer import TokenDrawer
+    from workers.draft.model.vocabularies import compare_vocabularies
     from workers.kv.pool import KvPool
-    from workers.model.draft_card import is_distilled
     from workers.model.loading import check_truncatable, load_model
 
     settings = _resolved(settings)
@@ -91,22 +96,46 @@ def create_model(settings: DraftModelSettings, draft: DraftSection, target: Targ
         _check_learning(settings, target, is_drawn=is_drawn)
         return _create_learning(settings, draft, target)
     model = load_model(settings, target_directory=Path(target.path))
-    target_vocabulary_size = check_vocabularies(model, Path(settings.path), target)
+    vocabularies = compare_vocabularies(model, Path(settings.path), target)
+    if vocabularies.tokenizers is not None:
+        if settings.distributions == "on":
+            raise ConfigurationError(
+                f"draft.model.distributions: on is refused with draft.model.path: {settings.path}, whose tokenizer is "
+                "not the target's; it must be off"
+            )
+        inner = _create_undrawn(settings, inner_section(draft), target, model)
+        return TextDrafter(inner, vocabularies.tokenizers)
+    if not is_drawn:
+        return _create_undrawn(settings, draft, target, model)
+    if model.source is not None:
+        raise ConfigurationError(
+            f"draft.model.distributions: {settings.distributions} is refused for an encoder-decoder model with the "
+            f"rule {target.acceptance}; it must be off"
+        )
+    expander = ModelExpander(model, KvPool(model.kv_spec, settings.kv, truncatable=True), settings.candidates)
+    expander.warm_up()
+    siblings = 1 if drawn == DrawnDrafts.CHAIN else settings.candidates
+    return DrawingDrafter(TokenDrawer(expander, vocabularies.target_size), draft, siblings)
+
+
+def _create_undrawn(
+    settings: DraftModelSettings, draft: DraftSection, target: TargetSection, model: LoadedModel
+) -> DraftMethod:
+    """A drafter that proposes the most probable tokens of the model, with the sequence's noise."""
+    from workers.draft.common.modules.served_module import make_shortlist
+    from workers.draft.model.model_expander import ModelExpander
+    from workers.draft.model.parallel_model import ParallelModelDrafter, mask_token_of
+    from workers.kv.pool import KvPool
+    from workers.model.draft_card import is_distilled
+
+    directory = Path(settings.path)
     pool = KvPool(model.kv_spec, settings.kv, truncatable=True)
-    mask_token = None if is_drawn or model.source is not None else mask_token_of(Path(settings.path))
+    mask_token = None if model.source is not None else mask_token_of(directory)
     if mask_token is not None:
         shortlist = make_shortlist(model.vocabulary, target, model.device)
         return ParallelModelDrafter(model, pool, mask_token, draft, settings.candidates, shortlist)
-    expander = ModelExpander(model, pool, settings.candidates, has_target_encoder=is_distilled(Path(settings.path)))
+    expander = ModelExpander(model, pool, settings.candidates, has_target_encoder=is_distilled(directory))
     expander.warm_up()
-    if is_drawn:
-        if model.source is not None:
-            raise ConfigurationError(
-                f"draft.model.distributions: {settings.distributions} is refused for an encoder-decoder model with the "
-                f"rule {target.acceptance}; it must be off"
-            )
-        siblings = 1 if drawn == DrawnDrafts.CHAIN else settings.candidates
-        return DrawingDrafter(TokenDrawer(expander, target_vocabulary_size), draft, siblings)
     return TreeDrafter(expander, settings, draft)
 
 
@@ -135,14 +164,18 @@ def _check_learning(settings: DraftModelSettings, target: TargetSection, *, is_d
 def _create_learning(settings: DraftModelSettings, draft: DraftSection, target: TargetSection) -> DraftMethod:
     """A draft model whose weights can be replaced; see `LearningTreeDrafter`."""
     from workers.draft.model.learning_drafter import LearnedModels, LearningTreeDrafter
-    from workers.draft.model.model_expander import ModelExpander, check_vocabularies
+    from workers.draft.model.model_expander import ModelExpander
+    from workers.draft.model.vocabularies import compare_vocabularies
     from workers.kv.pool import KvPool
     from workers.model.decoder_copies import DecoderCopies
 
     copies = DecoderCopies(settings, Path(target.path))
     stored = copies.stored_weights()
     model = copies.make(stored)
-    check_vocabularies(model, Path(settings.path), target)
+    if compare_vocabularies(model, Path(settings.path), target).tokenizers is not None:
+        raise ConfigurationError(
+            f"draft.learn: on is refused with draft.model.path: {settings.path}, whose tokenizer is not the target's"
+        )
     pool = KvPool(model.kv_spec, settings.kv, truncatable=True)
     own = ModelExpander(model, pool, settings.candidates)
     own.warm_up()

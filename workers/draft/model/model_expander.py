@@ -1,18 +1,14 @@
-"""An expander that runs a loaded language model, and the check that its vocabulary is the target's."""
+"""An expander that runs a loaded language model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from cluster.core.config.target_section import TargetSection
-from cluster.core.errors import ConfigurationError
 from cluster.core.ports import SourceStates
 from cluster.core.request import SequenceStart
 from workers.draft.common.trees.expander import DraftedToken, ExpansionRow, OpenSource
@@ -21,7 +17,6 @@ from workers.forward.native.largest import Largest, load_largest
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore, StoredSource
-from workers.model.target_ends import read_config
 from workers.sampling.candidates import Candidate, candidates
 from workers.sampling.context import DecisionContext, leaders_of
 
@@ -184,30 +179,3 @@ class _HeldSource:
     def close(self) -> None:
         """Free it, unless another sequence reads the same source."""
         self.store.release(self.stored)
-
-
-def check_vocabularies(draft: LoadedModel, draft_directory: Path, target: TargetSection) -> int | None:
-    """Raise `ConfigurationError` unless the draft's vocabulary has the target's size or its tokenizer is the same.
-
-    Returns the size of the target's vocabulary. Models of one family pad their embeddings differently: with the same
-    tokenizer the sizes may differ, and the coordinator drops drafted tokens beyond the target's vocabulary. Nothing is
-    checked, and `None` returned, where the target's directory is not on this machine.
-    """
-    directory = Path(target.path)
-    if not (directory / "config.json").is_file():
-        return None
-    config = read_config(directory).get_text_config()
-    if draft.vocabulary_size != config.vocab_size and not _same_tokenizer(draft_directory, directory):
-        raise ConfigurationError(
-            f"the draft model {draft.name!r} has a vocabulary of {draft.vocabulary_size} tokens and the target "
-            f"{directory.name!r} one of {config.vocab_size}; a draft must share the target's tokenizer"
-        )
-    return int(config.vocab_size)
-
-
-def _same_tokenizer(one: Path, other: Path) -> bool:
-    files = [directory / "tokenizer.json" for directory in (one, other)]
-    if not all(file.is_file() for file in files):
-        return False
-    first, second = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
-    return bool(first == second)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.support.models import drafting_modules, mtp_targets, public_drafts, tiny, tiny_tokenizer
+from tests.support.models import drafting_modules, mtp_targets, public_drafts, renumbered, tiny, tiny_tokenizer
 from tests.support.models.public_drafts import DFLASH, DSPARK, LLAMA, speculators_config
 from workers.draft.registry import METHODS
 from workers.model.draft_shapes import TableShape
@@ -57,6 +57,8 @@ class MethodCase:
     """Whether the method stores committed tokens, so that a row after a gap does not fit them."""
     knows_target: bool = False
     """Whether it computes nearly what the target does, so that drafts are right even where no text repeats itself."""
+    for_encoder_decoder: bool = True
+    """Whether it drafts for encoder-decoder targets with these settings, if the method does."""
 
 
 def _draft_model(directories: Directories) -> Mapping[str, Any]:
@@ -70,6 +72,14 @@ def _parallel_model(directories: Directories) -> Mapping[str, Any]:
         shutil.copytree(directories.draft, directory)
         config = json.loads((directory / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps(config | {"pard_token": VOCABULARY - 1}))
+    return {**_draft_model(directories), "path": str(directory)}
+
+
+def _model_by_text(directories: Directories) -> Mapping[str, Any]:
+    """Settings of the draft model with other numbers for its tokens."""
+    directory = directories.others / "text"
+    if not directory.exists():
+        renumbered.renumber(directories.draft, directory)
     return {**_draft_model(directories), "path": str(directory)}
 
 
@@ -145,6 +155,7 @@ CASES = {
     "heads": MethodCase(_module("heads", 2)),
     "model": MethodCase(_draft_model, knows_target=True),
     "model:pard": MethodCase(_parallel_model),
+    "model:text": MethodCase(_model_by_text, finds_repetitions=False, for_encoder_decoder=False),
     "none": MethodCase(drafts=False, keeps_sequences=False),
     "recycling:table": MethodCase(_table),
     "synthetic": MethodCase(lambda _: {"acceptance": (0.7,), "seconds": 0.0}, is_lossless=False),
@@ -184,7 +195,7 @@ COMBINATIONS = (
     "suffix+recycling",
 )
 with example_method():
-    NAMES = (*METHODS.names(), "block:dspark", "eagle:peagle", "model:pard", *COMBINATIONS)
+    NAMES = (*METHODS.names(), "block:dspark", "eagle:peagle", "model:pard", "model:text", *COMBINATIONS)
     """Every registered method, that of the page, and some that share a tree, joined by `+`."""
 
 
@@ -224,7 +235,9 @@ def values(name: str, directories: Directories, **drafting: Any) -> dict[str, An
 
 def drafts_for_translators(name: str) -> bool:
     """Whether all of the joined methods draft for encoder-decoder targets."""
-    return name != "none" and all(METHODS.get(one).for_encoder_decoder for one in methods_of(name))
+    if name == "none" or not all(case.for_encoder_decoder for case in cases_of(name)):
+        return False
+    return all(METHODS.get(one).for_encoder_decoder for one in methods_of(name))
 
 
 def has_layers_of_target(name: str) -> bool:

@@ -1,0 +1,56 @@
+"""Draft models with other tokenizers than SmolLM2's: what SmolLM2 writes stays the same, and drafts are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.core.config.sections import Configuration
+from cluster.generation.text.chat_messages import Message
+from cluster.generation.text.tokenizer import Tokenizer
+from deploy.bench.contestants.answers import BenchPass, BenchPrompt, PassRequest
+from deploy.bench.contestants.local import local_contestant
+from deploy.bench.measuring.measures import drafted_tokens
+from deploy.models import resolve_models
+from deploy.settings import load_settings
+from tests.support.models import tiny, tiny_tokenizer
+from workers.model.model_files import resolve_model_directory
+
+pytestmark = pytest.mark.weights
+
+TEXTS = (
+    "What is the capital of France?",
+    "Repeat: swim little 🐟, swim little 🐟, swim little 🐟, swim little 🐟.",
+    "Traduis « La forêt est près de la côte » en anglais.",
+)
+TOKENS = 24
+
+
+def configure(draft: str, method: str) -> Configuration:
+    assignments = ["target.path=smollm2-135m-instruct", f"draft.method={method}", f"draft.model.path={draft}"]
+    assignments += ["draft.controller=off", "draft.timeout_seconds=60", "target.kv.pool_bytes=67108864"]
+    settings = load_settings(None, [*assignments, "draft.model.kv.pool_bytes=67108864", "server.grpc_port=0"])
+    return resolve_models(settings.configuration, settings.cache_directory, lambda _: None).configuration
+
+
+async def answers(draft: str, method: str, temperature: float) -> BenchPass:
+    target = resolve_model_directory("smollm2-135m-instruct", load_settings().cache_directory)
+    tokenizer = Tokenizer.load(target)
+    prompts = tuple(BenchPrompt(tokenizer.encode_chat([Message("user", text, None)]), text) for text in TEXTS)
+    async with local_contestant(configure(draft, method)) as contestant:
+        return await contestant.answer(PassRequest(prompts, 3, temperature, 7, TOKENS))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("draft", ["gemma-3-270m", "a tiny Llama"])
+async def test_a_draft_model_of_another_family_changes_no_token(draft: str, temperature: float, tmp_path: Path) -> None:
+    if draft == "a tiny Llama":  # it knows no language: what it repeats of the text is accepted
+        directory = tiny_tokenizer.sentencepiece(tmp_path / "llama")
+        draft = str(tiny.save(directory, tiny.llama(vocab_size=320, max_position_embeddings=512)))
+
+    plain, found = await answers(draft, "none", temperature), await answers(draft, "model", temperature)
+
+    assert [one.tokens for one in found.answers] == [one.tokens for one in plain.answers]
+    drafted, accepted = drafted_tokens([found])
+    assert 0 < accepted < drafted
