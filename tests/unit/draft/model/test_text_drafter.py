@@ -97,8 +97,8 @@ class Oracle:
         if isinstance(session, RowFault):
             return Proposal(row.sequence_id, row.base_len, fault=session)
         draft = self._tokenizers.draft
-        pairs = pairwise([None, *session.tokens])
-        spelled = b"".join(draft.bytes_after(one, other) for one, other in [*pairs][len(draft.opening) :])
+        pairs = [*zip([None, *session.tokens], session.tokens, strict=False)][len(draft.opening) :]
+        spelled = b"".join(draft.bytes_after(one, other) for one, other in pairs)
         whole = self._text.encode()
         rest = whole[len(spelled) :] if whole.startswith(spelled) else b""
         found = self._after(rest.decode(errors="ignore"))[: min(row.budget.max_nodes, row.budget.max_depth)]
