@@ -27,6 +27,8 @@ FORMATS = {
     "Q4_0": (4, 32, Offset.NONE, HALF, BRAIN),
     "groups of 16": (4, 16, Offset.ZERO, HALF, BRAIN),
     "Q4_1": (4, 32, Offset.MINIMUM, HALF, HALF),
+    "Q2_K": (4, 16, Offset.MINIMUM, FLOAT, BRAIN),
+    "Q3_K": (4, 16, Offset.NONE, FLOAT, BRAIN),
     "Q4_K": (4, 32, Offset.MINIMUM, FLOAT, BRAIN),
     "Q6_K": (8, 16, Offset.NONE, FLOAT, BRAIN),
     "Q8_0": (8, 32, Offset.NONE, HALF, BRAIN),
@@ -49,7 +51,7 @@ def drawn(shape: tuple[int, int], name: str, seed: int = 0) -> GroupStorage:
         offsets = torch.randint(0, 16, size, generator=draw).to(scale)
     elif offset is Offset.MINIMUM:
         offsets = (torch.rand(size, generator=draw) * -0.1).to(scale)
-    zero = 8.0 if offset is Offset.NONE and bits == 4 else 0.0
+    zero = 0.0 if offset is not Offset.NONE or bits == 8 else 4.0 if name == "Q3_K" else 8.0
     held = pairs(values) if bits == 4 else values.view(torch.int8)
     return GroupStorage(held, scales, bits, offset, offsets, zero).to(DEVICE)
 
