@@ -21,8 +21,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "needed a readable JSONL file; .*No such file"),
-        ("", "at least one line"),
+        (None, "needed a readable JSONL or text file; .*No such file"),
+        ("", "at least one prompt, found none"),
         ('{"turns": ["a"]}\n{', "line 2: needed JSON"),
         ('{"turns": []}', "line 1: turns: needed at least one text"),
         ("[1]", "line 1: needed an object"),
