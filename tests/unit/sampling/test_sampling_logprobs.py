@@ -116,6 +116,26 @@ def test_the_numbers_of_all_rows_at_once_have_the_bits_of_each_row_by_itself() -
         assert torch.equal(together, logprobs._numbers(logits, tokens, count, listed))
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_reports_the_same_tokens_ranks_and_probabilities(dtype: torch.dtype) -> None:
+    logits = (4 * torch.randn(70, 128256, generator=torch.Generator().manual_seed(4))).to(dtype)
+    logits[0] = 0.0
+    tokens, counts = [7 * row for row in range(70)], [row % 30 for row in range(70)]
+    listed = [[9, 3] if row % 9 == 0 else [] for row in range(70)]
+    found = token_logprobs(logits.cuda(), tokens, counts, listed)
+    for ours, theirs in zip(found, token_logprobs(logits, tokens, counts, listed), strict=True):
+        assert (ours.token, ours.rank) == (theirs.token, theirs.rank)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-12)
+    alone = [
+        token_logprobs(logits[row : row + 1].cuda(), [tokens[row]], [counts[row]], [listed[row]])[0]
+        for row in (0, 5, 69)
+    ]
+    assert alone == [found[row] for row in (0, 5, 69)]
+
+
 def test_sums_of_a_gpu_do_not_depend_on_neighbours_and_are_close_to_those_of_a_cpu() -> None:
     logits = 9 * torch.randn(6, 1001, generator=torch.Generator().manual_seed(2)).double()
     logits[1], logits[2, 1:] = -math.inf, -math.inf
