@@ -23,9 +23,9 @@ WORD = 64
 MOST_TOKENS = 512
 """Most tokens of a graph. In larger steps the kernels take longer than their launches.
 
-`pilotfish simulate step` on an H100, each kernel launched by itself or in a graph: a prompt of 128 tokens takes 7% more
-for Llama-3.1-8B, 8% for a rank of Llama-3.3-70B on eight, 5% for Qwen3-30B-A3B; of 512 tokens 0%, 2% and 3%; of 1,024
--1%, 0% and 1%. Tokens that pad a step cost more than that."""
+`pilotfish simulate step` on an H100, each kernel launched by itself or in a graph: a prompt of 128 tokens takes 0.7%
+more for Llama-3.1-8B, 0.6% for a rank of Llama-3.3-70B on eight, 0.8% for Qwen3-30B-A3B; of 512 tokens 0.1%, 0.1% and
+0.5%; of 1,024 0.1%, 0.0% and 0.4%. Tokens that pad a step cost more than that."""
 LONGEST = 1 << 15
 """Most tokens of a row."""
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

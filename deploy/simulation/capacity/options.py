@@ -12,6 +12,7 @@ import typer
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import check_at_least, check_directory, refuse
 from deploy.simulation.capacity.step_times import Times, measured_times
+from deploy.simulation.device.speeds import H100, PRODUCTS
 from deploy.simulation.simulated_drafter import DrafterSpeed
 
 ROOFLINE = "roofline"
@@ -48,8 +49,12 @@ class CapacityOptions:
     target_parameters: Annotated[float, "Roofline: parameters of the target."] = 8e9
     draft_parameters: Annotated[float, "Roofline: parameters of the draft model."] = 3e8
     bytes_per_parameter: Annotated[float, "Roofline: bytes of a parameter."] = 2.0
-    bandwidth: Annotated[float, "Roofline: bytes per second that a GPU reads."] = 3.35e12
-    flops: Annotated[float, "Roofline: operations per second of a GPU."] = 9.9e14
+    bandwidth: Annotated[float, "Roofline: bytes per second that a GPU reads."] = round(
+        H100.bytes_per_second * PRODUCTS.bytes, -10
+    )
+    flops: Annotated[float, "Roofline: operations per second of a GPU."] = round(
+        H100.flops_per_second * PRODUCTS.flops, -12
+    )
     kv_bytes_per_token: Annotated[float, "Roofline: bytes of keys and values of a token."] = 131072.0
     pass_seconds: Annotated[
         float, "Roofline: time of a pass that neither reading nor computing explains, in seconds."

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from deploy.simulation.device.fake_device import Kernel, KernelCounter
-from workers.forward.backends.base import AttentionSetting
+from workers.forward.backends.base import AttentionSetting, latent_groups
 from workers.forward.backends.triton import TritonBackend, TritonStep
 from workers.forward.graph_sizes import WORD
 from workers.forward.layout import RowShape
@@ -16,6 +17,27 @@ from workers.forward.triton.tiles import SPLIT_KEYS
 from workers.kv.eight_bits import record_bytes
 
 FLOAT_BYTES = 4
+NARROW, WIDE = "attend_tiles", "attend_wide_tiles"
+"""The launches of the kernel for rows of up to 64 tokens, and for wider ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What the attention of a layer does for a query and for a token."""
+
+    query_bytes: int
+    """Of a query of all heads, and its result."""
+    part_bytes: int
+    """Of the result of one split of a query, for all heads."""
+    token_bytes: int
+    """Of a key and a value, or a latent, as they are stored."""
+    pair_flops: int
+    """Operations of a query and a key, of all heads."""
+    tile: int
+    """Queries of a program for rows of up to 64 tokens."""
+    readers: int
+    """Programs of a tile that read the same keys: groups of heads that share a latent."""
+    window: int | None
 
 
 class CountedAttention(TritonBackend):
@@ -37,19 +59,21 @@ class CountedAttention(TritonBackend):
     ) -> torch.Tensor:
         shape, placement = self._layers[layer], self._store.kv_groups.placements[layer]
         heads, dim, element, of_value = queries.shape[1], queries.shape[2], queries.element_size(), shape.value_dim
-        own = len(queries) * heads * (dim + of_value) * element
-        size = placement.window.size
-        read = sum(row.end if size is None else min(row.end, row.width + size) for row in self.rows)
-        token = self._token_bytes(layer, element)
-        read *= token
-        seen = sum(_seen(row, size) for row in self.rows)
-        self.kv_bytes += read + sum(row.width for row in self.rows) * token
-        for index, plan in enumerate(metadata.queries[placement.window]):
-            first = index == 0
-            splits = sum(_split_queries(row, size) for row in self.rows) if first and not plan.is_wide else 0
-            parts = splits * heads * (of_value + 2) * FLOAT_BYTES
-            flops = 2 * heads * (dim + of_value) * seen * first
-            self._counter.add(Kernel("attend_tiles", (own + read) * first + 2 * parts, flops))
+        of = _Layer(
+            query_bytes=heads * (dim + of_value) * element,
+            part_bytes=heads * (of_value + 2) * FLOAT_BYTES,
+            token_bytes=self._token_bytes(layer, element),
+            pair_flops=2 * heads * (dim + of_value),
+            tile=self._narrow_tile,
+            readers=1 if shape.latent_dim is None else latent_groups(shape.heads_per_kv),
+            window=placement.window.size,
+        )
+        self.kv_bytes += sum(_keys(row, of.window) + row.width for row in self.rows) * of.token_bytes
+        counted: set[bool] = set()
+        for plan in metadata.queries[placement.window]:
+            rows = [row for row in self.rows if (row.width > WORD) is plan.is_wide and plan.is_wide not in counted]
+            self._counter.add(_wide(rows, of) if plan.is_wide else _narrow(rows, of))
+            counted.add(plan.is_wide)
         return queries.new_empty((*queries.shape[:2], of_value))
 
     def _token_bytes(self, layer: int, element: int) -> int:
@@ -87,14 +111,30 @@ class CountedAttention(TritonBackend):
         return fresh.queries.new_empty((len(fresh.queries), fresh.queries.shape[1] // fresh.dim, fresh.dim))
 
 
+def _narrow(rows: Sequence[RowShape], of: _Layer) -> Kernel:
+    """The kernel of rows of up to 64 tokens. Each tile of queries reads the keys of its row."""
+    moved = 0
+    for row in rows:
+        keys = _keys(row, of.window)
+        splits = -(-keys // SPLIT_KEYS)
+        parts = 2 * of.part_bytes * splits * row.width if splits > 1 else 0  # written, and read by the last program
+        moved += keys * of.token_bytes * -(-row.width // of.tile) * of.readers + row.width * of.query_bytes + parts
+    longest = max((min(SPLIT_KEYS, _keys(row, of.window)) for row in rows), default=0)
+    return Kernel(NARROW, moved, sum(_seen(row, of.window) for row in rows) * of.pair_flops, steps=longest)
+
+
+def _wide(rows: Sequence[RowShape], of: _Layer) -> Kernel:
+    """The kernel of wider rows. That tiles read keys again is in what it achieves of its operations."""
+    moved = sum(_keys(row, of.window) * of.token_bytes + row.width * of.query_bytes for row in rows)
+    return Kernel(WIDE, moved, sum(_seen(row, of.window) for row in rows) * of.pair_flops)
+
+
+def _keys(row: RowShape, window: int | None) -> int:
+    """Positions that the queries of a row see."""
+    return row.end if window is None else min(row.end, row.width + window)
+
+
 def _seen(row: RowShape, window: int | None) -> int:
     """Pairs of a query of a row and a position that it sees."""
     ends = range(row.stored_len + 1, row.end + 1)
     return sum(ends) if window is None else sum(min(end, window) for end in ends)
-
-
-def _split_queries(row: RowShape, window: int | None) -> int:
-    """The splits of each query of a row whose keys are divided, together: each is written, read and joined."""
-    keys = row.end if window is None else min(row.end, row.width + window)
-    splits = -(-keys // SPLIT_KEYS)
-    return row.width * splits if row.width <= WORD and splits > 1 else 0

@@ -40,7 +40,7 @@ class Kernel:
     """Read and written, each tensor once."""
     flops: int = 0
     steps: int = 0
-    """Tokens that one of its programs computes, each after the one before."""
+    """What one of its programs computes, each after the one before: tokens of a recurrence, or keys of a split."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

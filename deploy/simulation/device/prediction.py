@@ -1,6 +1,8 @@
-"""From what a step does to how long it takes on an H100: a prediction, since nobody has measured it.
+"""From what a step does to how long it takes on an H100: a prediction.
 
-Every constant is named with its source. What has no published source is an assumption, and says so.
+Kernels achieve what they achieve on an H200 (`deploy.simulation.device.speeds`). Those that the device run had none of,
+attention over latents and recurrences among them, are taken as others of their kind. What the host does before and
+after the kernels of a step is left out.
 """
 
 from __future__ import annotations
@@ -8,60 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rich.box import SIMPLE
 from rich.table import Table
 
+from deploy.simulation.device.attention import NARROW, WIDE
 from deploy.simulation.device.fake_device import Kernel
 from deploy.simulation.device.models import RankModel
-from deploy.simulation.device.step import ALL_REDUCE, WAIT, Rows, StepCount, count_step
+from deploy.simulation.device.speeds import ATTENTION, H100, OTHERS, PACKED, PRODUCTS, PROMPTS, Achieved, Device
+from deploy.simulation.device.step import ALL_REDUCE, GATHER, WAIT, Rows, StepCount, count_step
 from workers.forward.symmetric_all_reduce import AllReduce, kind_of
-
-
-class Ring(NamedTuple):
-    """A protocol with which NCCL sums around a ring of ranks."""
-
-    seconds: float
-    """Time of a sum of few bytes without its hops."""
-    hop_seconds: float
-    """Time of each of the 2 (ranks - 1) hops."""
-    bytes_per_second: float
-    """What a GPU sends to the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """The speeds of a GPU."""
-
-    bytes_per_second: float
-    flops_per_second: float
-    graph_launch_seconds: float
-    """Time between two kernels of a CUDA graph."""
-    launch_seconds: float
-    """Least time of a kernel that the host launches by itself."""
-    link_bytes_per_second: float
-    """What a GPU sends to the others."""
-    all_reduce_seconds: float
-    """Time of an all-reduce of few bytes through symmetric memory."""
-    rings: tuple[Ring, ...]
-    """NCCL's protocols, of which each sum takes the quickest."""
-    scan_seconds: float
-    """Time of one token of a recurrence after the one before."""
-
-
-H100 = Device(
-    bytes_per_second=3.35e12,  # NVIDIA's data sheet, H100 SXM
-    flops_per_second=989e12,  # NVIDIA's data sheet, H100 SXM, bfloat16 without sparsity
-    graph_launch_seconds=0.5e-6,  # NVIDIA's blog "Getting Started with CUDA Graphs", 2019: 3.4 - 2.9 µs, on a V100
-    launch_seconds=3.8e-6,  # the same, launches without a graph
-    link_bytes_per_second=450e9,  # NVIDIA's data sheet: 900 GB/s NVLink in both directions together
-    all_reduce_seconds=8e-6,  # an assumption: one-shot over NVLink between 8 GPUs
-    # By the model with which NCCL chooses (`baseLat`, `hwLat` and `llMaxBws` in its `src/graph/tuning.cc`): LL, LL128
-    # and Simple. Sums in the NVLink switch, which it may take for large ones, are left out.
-    rings=(Ring(6.6e-6, 0.6e-6, 141e9), Ring(14e-6, 1.9e-6, 0.92 * 450e9), Ring(8.4e-6, 3.4e-6, 450e9)),
-    scan_seconds=0.35e-6,  # an assumption: 600 cycles at 1.755 GHz. The assembler makes 350 instructions of a token
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +29,21 @@ class Prediction:
     seconds: float
     """Predicted time of the step: with the model's pass in a CUDA graph, if it can be one."""
     floor_seconds: float
-    """The weights, keys, values and recurrent states once, or the operations at the peak, whichever takes longer."""
+    """The weights, keys, values and recurrent states once, or the operations, whichever takes longer at the peaks that
+    the data sheet names."""
     all_reduce_seconds: float
     """Time of all all-reduces, also of those that run beside other work, in seconds."""
     sampling_seconds: float
 
 
-_SAMPLING = {"largest_logits", "sum_digits", "choose_digits", "best_of_tiles", "join_tiles"}
+_SAMPLING = {GATHER, "largest_logits", "sum_digits", "choose_digits", "best_of_tiles", "join_tiles"}
+_ACHIEVED: dict[str, Achieved] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "multiply_splits", "multiply_tiles"), PRODUCTS),
+    "group_product": PACKED,
+    NARROW: ATTENTION,
+    WIDE: PROMPTS,
+}
+"""What kernels achieve, by name."""
 
 
 def predict(step: StepCount, device: Device = H100, *, symmetric_memory: bool = False) -> Prediction:
@@ -91,17 +57,27 @@ def predict(step: StepCount, device: Device = H100, *, symmetric_memory: bool = 
     times = [
         _reduce_seconds(count, step.ranks, device, symmetric_memory=symmetric_memory) for count in step.all_reduces
     ]
-    sampling = sum(_work(one, device) + device.launch_seconds for one in step.kernels if one.name in _SAMPLING)
+    sampling = sum(_sampled(one, device) for one in step.sequence if one.name in _SAMPLING)
     moved = step.weight_bytes + step.kv_bytes + step.state_bytes
     floor = max(moved / device.bytes_per_second, step.flops * step.share / device.flops_per_second)
     seconds = _seconds(step, times, device)
     return Prediction(seconds, floor, sum(times), sampling)
 
 
-def _work(kernel: Kernel, device: Device) -> float:
-    """The time of a kernel without its launch: of its bytes, its operations, or its tokens one after another."""
-    moved, computed = kernel.bytes / device.bytes_per_second, kernel.flops / device.flops_per_second
-    return max(moved, computed, kernel.steps * device.scan_seconds)
+def kernel_seconds(kernel: Kernel, device: Device) -> float:
+    """The time of a kernel without its launch: of its bytes or its operations, of its steps, and of waiting."""
+    achieved = _ACHIEVED.get(kernel.name, OTHERS)
+    moved = kernel.bytes / (device.bytes_per_second * achieved.bytes)
+    computed = kernel.flops / (device.flops_per_second * achieved.flops)
+    return max(moved, computed) + kernel.steps * achieved.step_seconds + achieved.seconds
+
+
+def _sampled(kernel: Kernel, device: Device) -> float:
+    """The time of a kernel that samples, which is outside of the graph. Rank 0 gathers logits as NCCL sends."""
+    if kernel.name == GATHER:
+        sends = device.rings[-1]
+        return sends.seconds + sends.hop_seconds + kernel.bytes / sends.bytes_per_second
+    return kernel_seconds(kernel, device) + device.launch_seconds
 
 
 def _reduce_seconds(count: int, ranks: int, device: Device, *, symmetric_memory: bool) -> float:
@@ -132,13 +108,11 @@ def _seconds(step: StepCount, all_reduces: Sequence[float], device: Device) -> f
             ends.append(linked)
         elif kernel.name == WAIT:
             now = max(now, ends.popleft())
+        elif kernel.name in _SAMPLING:
+            now += _sampled(kernel, device)
         else:
-            work = _work(kernel, device)
-            if kernel.name in _SAMPLING:
-                seconds = work + device.launch_seconds
-            else:
-                seconds = work + device.graph_launch_seconds if step.is_captured else max(work, device.launch_seconds)
-            now += seconds
+            work = kernel_seconds(kernel, device) + device.graph_launch_seconds
+            now += work if step.is_captured else max(work, device.launch_seconds)
     return now
 
 

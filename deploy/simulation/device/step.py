@@ -32,8 +32,9 @@ from workers.forward.triton.tiles import MOST_NORMALIZED
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 
-ALL_REDUCE, WAIT = "all_reduce", "wait"
-"""Beginnings and ends of sums over ranks, among the kernels of a step in their order."""
+ALL_REDUCE, WAIT, GATHER = "all_reduce", "wait", "gather"
+"""Beginnings and ends of sums over ranks, and what rank 0 receives of the others, among the kernels of a step in their
+order."""
 _MOST_SEQUENCES = 4096
 """Sequences whose recurrent states have room."""
 _DIGIT_PASSES = 5
@@ -89,8 +90,8 @@ class StepCount:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """What is launched, without all-reduces."""
-        return tuple(kernel for kernel in self.sequence if kernel.name not in (ALL_REDUCE, WAIT))
+        """What is launched, without what ranks send each other."""
+        return tuple(kernel for kernel in self.sequence if kernel.name not in (ALL_REDUCE, WAIT, GATHER))
 
     @property
     def all_reduces(self) -> tuple[int, ...]:
@@ -268,9 +269,7 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         outputs = loaded.module.get_output_embeddings()
         selected = sum(len(row.select) for row in batch)
         logits = torch.empty((selected, outputs.out_features), dtype=loaded.dtype, device=device)
-        counter.add(*_decisions(logits, rows))
-        if model.ranks > 1:  # each rank's best scores and tokens
-            counter.add(Kernel(ALL_REDUCE, len(logits) * 2 * 8), Kernel(WAIT, 0))
+        counter.add(*_decisions(logits, rows, model.ranks))
         is_compiled = not loaded.states
         return StepCount(
             sequence=tuple(counter.fused() if is_compiled else counter.eager()),
@@ -404,17 +403,33 @@ def _all_reduces(module: nn.Module, model: RankModel, counter: KernelCounter) ->
         yield
 
 
-def _decisions(logits: torch.Tensor, rows: Sequence[Rows]) -> Iterator[Kernel]:
-    """The kernels of `workers.sampling.triton` for sampled rows."""
-    count, size = logits.shape
-    read = logits.numel() * logits.element_size()
-    parts = count * -(-size // 4096) * 2 * FLOAT_BYTES
+def _decisions(logits: torch.Tensor, rows: Sequence[Rows], ranks: int) -> Iterator[Kernel]:
+    """What the first of some ranks does to decide, with logits `[decisions, vocabulary (this rank's part)]`.
+
+    For rows with top-p it gathers the logits of all ranks and samples from the whole vocabulary. The other ranks wait
+    for the tokens, which hosts send. For the other rows each rank finds its best scores and tokens, which all exchange.
+    """
+    (count, size), element = logits.shape, logits.element_size()
     truncated = sum(kind.count * (1 + kind.nodes) for kind in rows if kind.top_p)
+    if ranks == 1:
+        yield from _samples(count, truncated, size * element)
+        return
+    if count > truncated:
+        yield from _samples(count - truncated, 0, size * element)
+        yield from (Kernel(ALL_REDUCE, (count - truncated) * 2 * 8), Kernel(WAIT, 0))
     if truncated:
-        part = read * truncated // count
-        yield Kernel("largest_logits", part)
+        yield Kernel(GATHER, truncated * size * element * (ranks - 1))
+        yield Kernel("cat", 2 * truncated * size * element * ranks)
+        yield from _samples(truncated, truncated, size * element * ranks)
+
+
+def _samples(count: int, truncated: int, row_bytes: int) -> Iterator[Kernel]:
+    """The kernels of `workers.sampling.triton` for sampled rows, some of them with top-p."""
+    read, parts = count * row_bytes, count * -(-row_bytes // (2 * 4096)) * 2 * FLOAT_BYTES
+    if truncated:
+        yield Kernel("largest_logits", truncated * row_bytes)
         for _ in range(_DIGIT_PASSES):
-            yield Kernel("sum_digits", part)
+            yield Kernel("sum_digits", truncated * row_bytes)
             yield Kernel("choose_digits", truncated * 2048 * 2 * 8)
     yield Kernel("best_of_tiles", read + parts)
     yield Kernel("join_tiles", parts)
