@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.core.config.sections import Configuration
+from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.bench.contestants.answers import BenchPass, BenchPrompt, PassRequest
@@ -15,7 +16,9 @@ from deploy.bench.measuring.measures import drafted_tokens
 from deploy.models import resolve_models
 from deploy.settings import load_settings
 from tests.support.models import tiny, tiny_tokenizer
+from workers.draft.model.text_drafter import TextSession, Tokenizers
 from workers.model.model_files import resolve_model_directory
+from workers.model.text_tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.weights
 
@@ -66,3 +69,21 @@ async def test_a_draft_model_of_another_family_changes_no_token(draft: str, tmp_
         assert [one.tokens for one in found.answers] == [one.tokens for one in plain.answers]
         drafted, accepted = drafted_tokens([found])
         assert 0 < accepted < drafted
+
+
+def test_texts_are_read_token_by_token_as_they_are_encoded_as_a_whole() -> None:
+    cache = load_settings().cache_directory
+    names = ("smollm2-135m-instruct", "gemma-3-270m")
+    both = [TextTokenizer.load(resolve_model_directory(name, cache)) for name in names]
+    text = Path(__file__).read_text(encoding="utf-8") + "".join(f"<|im_start|>user\n{one}<|im_end|>\n" for one in TEXTS)
+    text += "Grüße 世界 नमस्ते 👩‍👩‍👧‍👦!!!\n\n\n   the end"
+    for target, draft in (both, both[::-1]):
+        session = TextSession(SequenceStart(1, SamplingParameters()), Tokenizers(target, draft, 300_000))
+        (tokens,) = target.encode([text])
+        for length, token in enumerate(tokens):
+            session.replace(length, [token])
+            session.read()
+            if length % 16 == 0 or length == len(tokens) - 1:
+                (whole,) = draft.encode([session.text.decode()])
+                assert session.draft_tokens == [*draft.opening, *whole]
+        assert session.text.decode() == text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,19 @@ async def test_drafts_by_text_are_accepted_and_change_no_token(place: str, write
     greedy, sampled = found[:2]
     for one, per_step in ((greedy, 4), (sampled, 1.5)):
         assert len(one.tokens) - one.accepted <= 2 + len(one.tokens) / per_step
+
+
+async def test_a_parallel_model_drafts_by_text(writers: Directories) -> None:
+    directory = writers.others / "parallel"
+    shutil.copytree(writers.draft, directory)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    (directory / "config.json").write_text(json.dumps(config | {"pard_token": config["vocab_size"] - 1}))
+    plain = await answers(values("none", writers))
+
+    found = await answers(values("model", replace(writers, draft=directory)))
+
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    assert sum(one.accepted for one in found) > 0
 
 
 async def test_the_rule_of_rejection_takes_drafts_by_text(writers: Directories) -> None:
