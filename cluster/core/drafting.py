@@ -158,6 +158,26 @@ class DraftDistribution:
 
 
 @dataclass(frozen=True, slots=True)
+class NextTokens:
+    """What the grammar of a sequence says of its next tokens. A draft that ignores it is only less useful."""
+
+    forced: tuple[int, ...] = ()
+    """The next tokens, as far as the grammar allows one alone at each place."""
+    allowed: bytes = b""
+    """For each token of the vocabulary, 1 if it may follow them and 0 if not; empty: nothing is known."""
+
+    def permits(self, depth: int, token: int) -> bool:
+        """Whether a token may be at a depth of a draft, from 0; a place behind what is known permits all."""
+        if depth < len(self.forced):
+            return token == self.forced[depth]
+        return depth > len(self.forced) or not self.allowed or bool(self.allowed[token])
+
+
+ANY_TOKENS = NextTokens()
+"""Nothing is known, or there is no grammar."""
+
+
+@dataclass(frozen=True, slots=True)
 class DraftRow:
     """A request for a draft after `base_len` committed tokens, with the tokens committed since the previous request.
 
@@ -174,6 +194,8 @@ class DraftRow:
     evidence: tuple[Evidence, ...] = ()
     """What the target showed since the previous row, oldest first. It may have gaps, because a target that finds the KV
     of a prefix does not compute it."""
+    next_tokens: NextTokens = ANY_TOKENS
+    """What the sequence's grammar says of the draft's first tokens, where the drafter is on the target."""
 
     @property
     def known_len(self) -> int:

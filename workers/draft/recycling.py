@@ -134,8 +134,10 @@ class RecyclingDrafter(EstimatingDrafter[RecyclingSession]):
 def _best_first(
     session: RecyclingSession, max_nodes: int, max_depth: int, reliability: Reliability
 ) -> ContinuationTree:
-    """The tree of the most probable nodes. Nothing follows a token that ends the answer."""
+    """The tree of the most probable nodes, below the tokens that the grammar forces. Nothing follows a token that ends
+    the answer."""
     table, ends = session.table, session.start.sampling.end_token_ids
+    known = session.next_tokens
     tokens: list[int] = []
     parents: list[int] = []
     probabilities: list[float] = []
@@ -149,17 +151,30 @@ def _best_first(
     def push_children(context: Context, node: int, depth: int, path: float) -> None:
         nonlocal serial
         rates, (_, successors, own) = session.after(context, table)
-        found = [(one, rates[rank], reliability.probability(rates[rank])) for rank, one in enumerate(successors)]
+        found = [
+            (rank, one, rates[rank], reliability.probability(rates[rank]))
+            for rank, one in enumerate(successors)
+            if known.permits(depth - 1, one)
+        ]
         shared = DraftOrigin.TRAINED if table.is_given(context[-1]) else DraftOrigin.EARLIER
-        scale = max(1.0, sum(corrected for _, _, corrected in found))
-        for rank, (successor, estimate, corrected) in enumerate(found):
+        scale = max(1.0, sum(corrected for *_, corrected in found))
+        for rank, successor, estimate, corrected in found:
             probability = path * corrected / scale
             if probability >= LEAST_PATH_PROBABILITY:
                 serial += 1
                 origin = DraftOrigin.REQUEST if rank < own else shared
                 heapq.heappush(heap, (-probability, serial, estimate, successor, node, depth, context, origin))
 
-    push_children(session.end, ROOT, 1, 1.0)
+    context, forced = session.end, known.forced[: min(max_nodes, max_depth)]
+    for node, token in enumerate(forced, ROOT):
+        tokens.append(token)
+        parents.append(node)
+        probabilities.append(1.0)
+        conditionals.append(1.0)
+        origins.append(DraftOrigin.REQUEST)
+        context = session.longer(context, token)
+    if len(forced) < max_depth:
+        push_children(context, len(forced) - 1, len(forced) + 1, 1.0)
     while heap and len(tokens) < max_nodes:
         path, _, conditional, token, parent, depth, context, origin = heapq.heappop(heap)
         tokens.append(token)

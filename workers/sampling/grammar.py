@@ -76,6 +76,8 @@ class GrammarMatcher:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._forced: list[int] = []
         """Forced tokens after the place that are known. A long literal is not read anew at each step."""
+        self._root: AllowedTokens | None = None
+        """What is allowed at the place, once it was asked for: the library takes longest to find it."""
 
     @property
     def is_broken(self) -> bool:
@@ -87,7 +89,7 @@ class GrammarMatcher:
         if self._end > self._start:
             self._matcher.rollback(self._end - self._start)
         self._end = self._start
-        self._forced = []
+        self._forced, self._root = [], None
 
     def follow(self, tokens: Sequence[int], length: int) -> None:
         """Go to the place after the first `length` of `tokens`, prompt included.
@@ -96,6 +98,8 @@ class GrammarMatcher:
         grammar, and `GrammarLimitError`.
         """
         length = max(length, self._start)
+        if length != self._end:
+            self._root = None
         if length < self._end:
             self._matcher.rollback(self._end - length)
             self._end = length
@@ -116,7 +120,7 @@ class GrammarMatcher:
         there. Returns those at the place alone if a limit is reached in the tree. The place stays. Raises
         `GrammarLimitError` if the limit is reached before.
         """
-        found: list[AllowedTokens | None] = [self._here()]
+        found: list[AllowedTokens | None] = [self._at_place()]
         found.extend([None] * len(tree))
         try:
             for node in self._walk(tree, found):
@@ -124,6 +128,19 @@ class GrammarMatcher:
         except GrammarLimitError:
             return (found[0],)
         return tuple(found)
+
+    def allowed_after(self, tokens: Sequence[int]) -> AllowedTokens:
+        """Return the allowed tokens after tokens that `forced` returned. The place stays. Raises `GrammarError`."""
+        if not tokens:
+            return self._at_place()
+        taken = self._matcher.try_consume_tokens(list(tokens))
+        try:
+            if taken < len(tokens):
+                raise GrammarLimitError("the grammar is too complex: a limit refuses a forced token")
+            return self._here()
+        finally:
+            if taken:
+                self._matcher.rollback(taken)
 
     def possible(self, tree: TokenTree) -> list[int]:
         """Return the nodes of a tree that the grammar does not exclude, ascending. The place stays."""
@@ -174,6 +191,11 @@ class GrammarMatcher:
         if self._matcher.is_error():
             return ()
         return tuple(token for token in self._forced[:most] if token < self._vocabulary_size)
+
+    def _at_place(self) -> AllowedTokens:
+        if self._root is None:
+            self._root = self._here()
+        return self._root
 
     def _here(self) -> AllowedTokens:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)

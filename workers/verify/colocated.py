@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Evidence, Proposal, RowFaultCode
+from cluster.core.drafting import (
+    ANY_TOKENS,
+    NO_DRAFT,
+    DraftBudget,
+    DraftRow,
+    Evidence,
+    NextTokens,
+    Proposal,
+    RowFaultCode,
+)
 from cluster.core.evidence_store import EvidenceStore
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
@@ -36,6 +45,8 @@ class VerifiedRow:
     last_token: tuple[int, ...]
     """The last committed token, whose KV is not stored; empty after a row that decides nothing."""
     evidence: Evidence | None
+    next_tokens: NextTokens = ANY_TOKENS
+    """What the sequence's grammar says of the next draft."""
 
     @property
     def budget(self) -> DraftBudget:
@@ -131,6 +142,7 @@ class ColocatedDrafter:
             one.budget,
             one.start if synced == 0 else None,
             self._evidence.take(sequence_id),
+            one.next_tokens,
         )
 
     def _note(self, row: DraftRow, proposal: Proposal) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from cluster.core.config.target_section import EvidenceSection, TargetSection
-from cluster.core.drafting import Proposal, RowFaultCode
+from cluster.core.drafting import ANY_TOKENS, NextTokens, Proposal, RowFaultCode
 from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
@@ -418,6 +418,7 @@ class TargetEngine:
                     stored_tokens=entry.sequence.tokens,
                     last_token=verdict.tokens[-1:],
                     evidence=verdict.evidence,
+                    next_tokens=self._next_tokens(entry, verdict),
                 )
                 for entry, verdict in rows
             ]
@@ -426,10 +427,15 @@ class TargetEngine:
         for (entry, verdict), sent in zip(rows, sent_evidence, strict=True):
             sequence_id = entry.row.sequence_id
             proposal = self._grammars.pruned(proposals.get(sequence_id), entry.sequence)
-            if proposal is sent is verdict.evidence is None:
+            if proposal is None and sent is None and verdict.evidence is None:
                 continue
             verdict = replace(verdict, evidence=sent, proposal=proposal)
             verdicts[sequence_id] = entry.sequence.last_verdict = verdict
+
+    def _next_tokens(self, entry: ReadyRow, verdict: Verdict) -> NextTokens:
+        """What the grammar of a row says of its next draft."""
+        is_drafted = entry.row.next_budget.max_nodes and verdict.tokens
+        return self._grammars.next_tokens(entry.sequence, verdict.forced) if is_drafted else ANY_TOKENS
 
     def _note_compute(self, rows: Sequence[VerifyRow], seconds: float) -> None:
         """Report the cost of computing to the pool, which compares it with the cost of loading blocks.

@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from torch import distributed
 
 from cluster.core.bounds import MAX_TREE_DEPTH
-from cluster.core.drafting import Proposal
+from cluster.core.drafting import ANY_TOKENS, NextTokens, Proposal
 from cluster.core.tree import EMPTY_TREE
 from cluster.core.verification import VerifyRow
 from workers.sampling.context import AllowedTokens, Branch
@@ -109,6 +109,19 @@ class Grammars:
             return matcher.forced(MAX_TREE_DEPTH)
         except GrammarError:
             return ()  # the next row shows it
+
+    def next_tokens(self, sequence: SequenceState, forced: tuple[int, ...]) -> NextTokens:
+        """Return what the grammar says of the tokens after a verdict, of which `forced` are known.
+
+        Call it after `forced`.
+        """
+        matcher = _reads_drafts(sequence)
+        if matcher is None:
+            return ANY_TOKENS
+        try:
+            return NextTokens(forced, matcher.allowed_after(forced).mask.numpy().tobytes())
+        except GrammarError:
+            return ANY_TOKENS  # the next row shows it
 
     def pruned(self, proposal: Proposal | None, sequence: SequenceState) -> Proposal | None:
         """Return a draft for the next step without the nodes that the grammar excludes.

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
+from cluster.core.drafting import ANY_TOKENS, DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
@@ -26,11 +26,13 @@ MOST_SESSIONS = 4096
 class Session:
     """One sequence's committed tokens. A drafting method derives a class from it to store more."""
 
-    __slots__ = ("start", "tokens")
+    __slots__ = ("next_tokens", "start", "tokens")
 
     def __init__(self, start: SequenceStart) -> None:
         self.start = start
         self.tokens: list[int] = []
+        self.next_tokens = ANY_TOKENS
+        """What the grammar says of the tokens after these."""
 
     @property
     def is_greedy(self) -> bool:
@@ -122,6 +124,7 @@ class Sessions(Generic[SessionType]):
             held = 0 if session is None else len(session.tokens)
             return RowFault(RowFaultCode.OUT_OF_SYNC, f"{held} tokens are stored, not {row.known_len}", held)
         session.replace(row.known_len, row.new_tokens)
+        session.next_tokens = row.next_tokens
         self._sessions.move_to_end(row.sequence_id)
         return session
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.drafting import DraftBudget
+from workers.draft.common.grammar_masks import allowed_at
 from workers.draft.common.trees.calibration import Calibration
 from workers.draft.common.trees.draft_node import ChosenTree, DraftNode
 from workers.draft.common.trees.node_probabilities import estimate_children
@@ -119,7 +120,12 @@ class EagleGrowth:
         """The contexts of the decisions below the nodes of the frontier."""
         start, tokens = self.session.start, self.session.tokens
         return [
-            DecisionContext(start.sampling, Branch(tokens, node.path_tokens()), start.prompt_len)
+            DecisionContext(
+                start.sampling,
+                Branch(tokens, node.path_tokens()),
+                start.prompt_len,
+                allowed_at(self.session.next_tokens, node.length - self.root.length),
+            )
             for node in self.frontier
         ]
 

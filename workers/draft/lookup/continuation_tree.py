@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.core.draft_origin import DraftOrigin
+from cluster.core.drafting import ANY_TOKENS, NextTokens
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
 
 LEAST_PATH_PROBABILITY = 0.01
@@ -59,9 +60,11 @@ def merge(
     max_depth: int,
     estimate: Estimate,
     ends: Collection[int] = (),
+    known: NextTokens = ANY_TOKENS,
 ) -> ContinuationTree:
     """Return the tree of the at most `max_nodes` most probable nodes, best first (as in SuffixDecoding, Oliaro et al.
-    2024). A continuation counts half as much as one whose match is one token longer. Nothing follows a token of `ends`.
+    2024). A continuation counts half as much as one whose match is one token longer. Nothing follows a token of `ends`,
+    and there is no token that the grammar does not permit, as far as that is `known`.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -75,7 +78,7 @@ def merge(
 
     def push_children(members: Sequence[Continuation], parent: int, depth: int, path: float) -> None:
         nonlocal serial
-        for token, conditional, through in _children(members, depth, estimate):
+        for token, conditional, through in _children(members, depth, estimate, known):
             if path * conditional >= LEAST_PATH_PROBABILITY:
                 serial += 1
                 heapq.heappush(heap, (-path * conditional, serial, conditional, token, parent, depth, through))
@@ -97,13 +100,13 @@ def merge(
 
 
 def _children(
-    members: Sequence[Continuation], depth: int, estimate: Estimate
+    members: Sequence[Continuation], depth: int, estimate: Estimate, known: NextTokens
 ) -> list[tuple[int, float, list[Continuation]]]:
     """Return token, conditional probability and continuations of each child. The probabilities sum to 1 at most."""
     groups: dict[int, list[Continuation]] = {}
     longest = 0
     for member in members:
-        if len(member.tokens) >= depth:
+        if len(member.tokens) >= depth and known.permits(depth - 1, member.tokens[depth - 1]):
             groups.setdefault(member.tokens[depth - 1], []).append(member)
             longest = max(longest, member.match_length)
     weights = [

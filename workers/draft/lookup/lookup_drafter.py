@@ -45,8 +45,8 @@ class LookupDrafter(EstimatingDrafter[SessionType]):
 
     def _draft(self, session: SessionType, budget: DraftBudget, reliability: Reliability) -> ContinuationTree:
         continuations = session.continuations(budget.max_depth)
-        ends = session.start.sampling.end_token_ids
-        return merge(continuations, budget.max_nodes, budget.max_depth, self._estimate(reliability), ends)
+        ends, estimate = session.start.sampling.end_token_ids, self._estimate(reliability)
+        return merge(continuations, budget.max_nodes, budget.max_depth, estimate, ends, session.next_tokens)
 
     def _estimate(self, reliability: Reliability) -> Estimate:
         rate = self._rate

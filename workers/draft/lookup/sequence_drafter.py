@@ -116,7 +116,8 @@ class DraftedSession(DraftingSession):
             taken = None
             for child in children.get(node, ()):
                 hit = drafted.tree.tokens[child] == token
-                reliability.observe(drafted.conditionals[child], hit)
+                if drafted.conditionals[child] < 1.0:  # a certain token, which a grammar forces, teaches nothing
+                    reliability.observe(drafted.conditionals[child], hit)
                 taken = child if hit else taken
             if taken is None:
                 return

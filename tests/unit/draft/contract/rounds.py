@@ -52,6 +52,8 @@ class SimulatedSequence:
     evidence: list[Evidence] = field(default_factory=list)
     decoder_start: tuple[int, ...] = ()
     """The prompt of an encoder-decoder target, which reads a source."""
+    has_usual_states: bool = True
+    """Whether all values of hidden states are within ±2, not any finite numbers."""
 
     def __post_init__(self) -> None:
         prompt = self._some(self.draw.randrange(2, 30))
@@ -94,13 +96,15 @@ class SimulatedSequence:
     def _evidence(self, base_len: int, tree: TokenTree, decisions: Sequence[int], nodes: Sequence[int]) -> Evidence:
         needs, count = self.needs, len(nodes) + 1
         width = HIDDEN * len(needs.taps)
-        data = self.draw.randbytes(2 * width * count).replace(b"\x7f", b"\x3f").replace(b"\xff", b"\xbf")
+        data = bytearray(self.draw.randbytes(2 * width * count).replace(b"\x7f", b"\x3f").replace(b"\xff", b"\xbf"))
+        if self.has_usual_states:  # most others overflow within a module
+            data[1::2] = self.draw.choices(b"\x3d\x3e\x3f\xbd\xbe\xbf", k=width * count)
         return Evidence(
             base_len,
             tree,
             tuple(decisions) if needs.decisions else (),
             tuple(tuple(self.draw.sample(range(VOCABULARY), needs.top)) for _ in range(count)) if needs.top else (),
-            HiddenStates(base_len - 1, width, data) if needs.taps else None,
+            HiddenStates(base_len - 1, width, bytes(data)) if needs.taps else None,
         )
 
     def _some(self, count: int) -> list[int]:

@@ -15,12 +15,19 @@ import pytest
 from transformers import GenerationConfig
 
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow, EvidenceNeeds, RowFaultCode
+from cluster.core.drafting import DraftBudget, DraftRow, EvidenceNeeds, NextTokens, RowFaultCode
 from cluster.core.ids import SequenceId
 from deploy.implied_settings import with_implied_settings
 from tests.support.slow import slow_but
-from tests.unit.draft.contract.methods import DRAFTER_NAMES, SOURCED_NAMES_AND_PLACES, Directories, cases_of, values
-from tests.unit.draft.contract.rounds import SAMPLINGS, SimulatedSequence, check_proposal, restarted
+from tests.unit.draft.contract.methods import (
+    DRAFTER_NAMES,
+    SOURCED_NAMES_AND_PLACES,
+    VOCABULARY,
+    Directories,
+    cases_of,
+    values,
+)
+from tests.unit.draft.contract.rounds import SAMPLINGS, SMALL_VOCABULARY, SimulatedSequence, check_proposal, restarted
 from workers.draft.common.sessions import Sessions
 from workers.draft.registry import DraftMethod, create, needs_of
 from workers.kv.allocator import BlockAllocator
@@ -39,13 +46,19 @@ class Subject:
         self.method = method
         self.needs: EvidenceNeeds = needs_of(draft)
         self.keeps_sequences = all(case.keeps_sequences for case in cases_of("+".join(draft.selected("method"))))
+        self.reads_grammar = all(case.reads_grammar for case in cases_of("+".join(draft.selected("method"))))
         self.decoder_start = decoder_start
 
     def sequences(self, seed: int = 0) -> list[SimulatedSequence]:
         """Sequences with different sampling parameters."""
         return [
             SimulatedSequence(
-                f"s{number}", random.Random(seed * 10 + number), self.needs, sampling, decoder_start=self.decoder_start
+                f"s{number}",
+                random.Random(seed * 10 + number),
+                self.needs,
+                sampling,
+                decoder_start=self.decoder_start,
+                has_usual_states=number != len(SAMPLINGS) - 1,
             )
             for number, sampling in enumerate(SAMPLINGS)
         ]
@@ -134,6 +147,26 @@ def test_a_repeated_row_repeats_its_proposal(subject: Subject) -> None:
     first = subject.method.propose([row])[0]
     assert subject.method.propose([row])[0].tree == first.tree
     check_proposal(row, first)
+
+
+def test_the_first_tokens_of_a_draft_are_among_those_that_a_grammar_permits(subject: Subject) -> None:
+    if not subject.reads_grammar:
+        pytest.skip("the target removes what the grammar excludes from drafts of this method")
+    draw, sequence, drafted = random.Random(5), subject.sequences()[0], 0
+    for _ in range(24):
+        known = NextTokens(
+            tuple(draw.sample(range(SMALL_VOCABULARY), draw.choice([0, 0, 1, 2]))),
+            bytes(token % 3 != 1 for token in range(VOCABULARY)),
+        )
+        row = replace(sequence.row(ROOMY), next_tokens=known)
+        found = subject.method.propose([row])[0]
+        check_proposal(row, found)
+        for token, depth in zip(found.tree.tokens, found.tree.depths(), strict=True):
+            assert known.permits(depth - 1, token)
+            drafted += 1
+        sequence.sent_len = row.base_len
+        sequence.verify(found.tree)
+    assert drafted
 
 
 def test_a_row_after_a_gap_is_refused_until_the_sequence_is_sent_again(subject: Subject) -> None:

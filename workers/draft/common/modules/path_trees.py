@@ -9,9 +9,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.draft_origin import DraftOrigin
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal
+from cluster.core.drafting import DraftBudget, DraftRow, NextTokens, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
+from workers.draft.common.grammar_masks import allowed_at
 from workers.draft.common.modules.pass_of_salt import PassOfSalt, ValueOfSalt
 from workers.draft.common.modules.ranked_paths import PathCalibration, RankedPaths, TreeForm, draft_paths
 from workers.draft.common.sessions import Sessions
@@ -49,6 +50,7 @@ class PathSession(Protocol):
     history: PathHistory
     start: SequenceStart
     tokens: list[int]
+    next_tokens: NextTokens
 
     @property
     def is_greedy(self) -> bool:
@@ -171,7 +173,12 @@ class PathDrafter(ABC, Generic[SessionType]):
 def decision_contexts(sessions: Sequence[PathSession], depths: int) -> list[DecisionContext]:
     """The contexts [sessions x depths] of the decisions at the next `depths` positions of each sequence."""
     return [
-        DecisionContext(one.start.sampling, Branch(one.tokens, (_NOT_DRAFTED,) * depth), one.start.prompt_len)
+        DecisionContext(
+            one.start.sampling,
+            Branch(one.tokens, (_NOT_DRAFTED,) * depth),
+            one.start.prompt_len,
+            allowed_at(one.next_tokens, depth),
+        )
         for one in sessions
         for depth in range(depths)
     ]
