@@ -6,9 +6,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
-from workers.distill.answers import Answer, AnswerFile
+from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.modules.tap_cache import states_of
 
 pytestmark = [
@@ -73,11 +76,15 @@ def without_layers(directory: Path, kept: Sequence[int], out: Path) -> Path:
     return out
 
 
+def command_of(kind: str, words: list[str], out: Path, workers: int, dies: int) -> list[str]:
+    """The command line of a training in so many processes."""
+    given = [*words, *as_words(SMALL[kind]), "--out", str(out), "--workers", str(workers)]
+    return [sys.executable, "-m", "tests.unit.distill.training_in_processes", kind, json.dumps(given), str(dies)]
+
+
 def trained(kind: str, words: list[str], out: Path, workers: int, dies: int = 0) -> dict[str, torch.Tensor]:
     """The weights after a training in so many processes."""
-    given = [*words, *as_words(SMALL[kind]), "--out", str(out), "--workers", str(workers)]
-    module = "tests.unit.distill.training_in_processes"
-    command = [sys.executable, "-m", module, kind, json.dumps(given), str(dies)]
+    command = command_of(kind, words, out, workers, dies)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | _EAGER)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     weights = load_file(out / "model.safetensors")
@@ -113,3 +120,28 @@ def test_processes_train_what_one_trains_and_survive_a_kill(
     shutil.rmtree(tmp_path / "killed")
     again = trained(kind, [*words, "--target", str(rest)], tmp_path / "killed", 2, dies=DIES)
     assert all(torch.equal(again[name], value) for name, value in killed.items())
+
+
+def test_a_repeated_command_goes_on_with_the_texts_that_it_began_with(
+    words: list[str], directory: Path, tmp_path: Path
+) -> None:
+    """All of its processes are killed while they start again. Texts of other tokens are in the file by then."""
+    own = {name: tmp_path / "texts" / Path(words[words.index(f"--{name}") + 1]).name for name in ("answers", "states")}
+    shutil.copytree(Path(words[words.index("--answers") + 1]).parent, tmp_path / "texts")
+    words = [*words, *as_words(own), "--target", str(directory)]
+    alone = trained("eagle3", words, tmp_path / "alone", 1)
+    out, texts = tmp_path / "many", own["answers"]
+    process = subprocess.Popen(
+        command_of("eagle3", words, out, 2, DIES), start_new_session=True, env=os.environ | _EAGER
+    )
+    while not Path(f"{out}.died").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list(texts.parent.glob("many-*/ray/**/state.safetensors"))
+    with AnswerFile(texts) as file:
+        for answer in read_answers(texts):
+            file.append(replace(answer, key=f"other:{answer.key}", answer=tuple(95 - token for token in answer.answer)))
+
+    assert_equal_but_for_rounding(alone, trained("eagle3", words, out, 2, DIES))
