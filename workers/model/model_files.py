@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from gguf import GGUFReader
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
@@ -250,7 +249,7 @@ def _convert_gguf(file: Path, destination: Path) -> None:
     if (fault := gguf_fault(file)) is not None:
         raise ModelLoadError(f"GGUF file {fault}")
     try:
-        reader = read_gguf(file, GGUFReader)
+        reader = read_gguf(file)
         quantized = load_complete(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = _gguf_tokenizer(file, reader)
         config = _completed_config(quantized, reader)
@@ -271,7 +270,7 @@ def _describe_gguf(file: Path, destination: Path) -> None:
     GgufFile(file)  # raises for an architecture whose weights are not read as they are stored
     first = parts_of(file)[0]
     try:
-        reader = read_gguf(file, GGUFReader)
+        reader = read_gguf(file)
         stated = AutoConfig.from_pretrained(first.parent, gguf_file=first.name)
         stated.tie_word_embeddings = all(tensor.name != "output.weight" for tensor in reader.tensors)  # in any part
         if stated.num_hidden_layers > len(reader.tensors):
