@@ -32,8 +32,16 @@ class Models:
 
 
 def served_name(configuration: Configuration) -> str:
-    """The model name that clients send: `target.served_name`, or the last part of the path without `.gguf`."""
-    return configuration.target.served_name or Path(configuration.target.path).name.removesuffix(".gguf")
+    """The model name that clients send: `target.served_name`, or the last part of the path.
+
+    That of a GGUF file is without `.gguf`, and without the number of a part.
+    """
+    named, path = configuration.target.served_name, Path(configuration.target.path)
+    if named or path.suffix != ".gguf":
+        return named or path.name
+    from workers.model.gguf_header import model_stem  # it imports numpy, and most commands do without
+
+    return model_stem(path)
 
 
 def with_served_name(configuration: Configuration) -> Configuration:

@@ -96,3 +96,13 @@ def test_a_packaged_model_that_stays_as_it_is_stored_has_a_directory_without_wei
     (described / "config.json").write_text('{"model_type": "llama"}')
 
     assert models.resolve_models(load_configuration({}, overrides), tmp_path, pytest.fail).target == described
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("/models/big", "big"), ("big.gguf", "big"), ("/models/big-00002-of-00003.gguf", "big"), ("owner/big", "big")],
+)
+def test_the_served_name_is_the_models(path: str, name: str) -> None:
+    assert models.served_name(load_configuration({}, {"target.path": path})) == name
+    named = load_configuration({}, {"target.path": path, "target.served_name": "other"})
+    assert models.served_name(named) == "other"
