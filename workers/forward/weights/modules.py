@@ -10,7 +10,10 @@ from torch import nn
 
 from workers.forward.weights.base import Storage
 from workers.forward.weights.choice import store
+from workers.kv.start_memory import release_free_memory
 
+_LARGE = 4 << 20
+"""Least bytes of a matrix after whose product freed memory is released."""
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """From numbers of outputs, int64 `[rows]`, to these rows of a matrix, float32 `[rows, in]`."""
 
@@ -35,7 +38,10 @@ class StoredLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[…, in]` → `[…, out]`, by torch's operators and without other ranks."""
-        return self.storage.kernel(self.bias).multiply(x)
+        product = self.storage.kernel(self.bias).multiply(x)
+        if self.storage.nbytes >= _LARGE:
+            release_free_memory()  # of widened parts: a loaded model is tried while all its weights are in memory
+        return product
 
 
 class StoredEmbedding(nn.Module):

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.core.config.target_section import TargetSection
 from tests.bench.processes.load_process import measure, most_loading_bytes
 from tests.bench.random_model import Shape
-from tests.bench.sections.target.memory import QUICK_LOADED
+from tests.bench.sections.target.memory import QUICK_LOADED, loading_section
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.stored_model import load
 from workers.forward.native import decoder_packing
@@ -61,7 +60,5 @@ def test_loading_takes_little_more_than_the_share_of_the_file(ranks: int, tmp_pa
     QUICK_LOADED.write_gguf(tmp_path)
     whole = (tmp_path / "model.gguf").stat().st_size
     assert QUICK_LOADED.gguf_bytes(1) == pytest.approx(whole, rel=0.001)
-    section = {"path": str(tmp_path), "device": "cpu", "compile": "off", "compile_directory": str(KEPT), "threads": 1}
-    settings = TargetSection.model_validate(section | {"quantization": "stored", "tensor_parallel": ranks})
-    for found in measure(settings, SECONDS):
+    for found in measure(loading_section(tmp_path, ranks, KEPT), SECONDS):
         assert found.peak_bytes <= most_loading_bytes(QUICK_LOADED.gguf_bytes(ranks)), found
