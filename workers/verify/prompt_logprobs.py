@@ -78,7 +78,8 @@ def _scored(ready: Sequence[ReadyRow], logits: Sequence[torch.Tensor]) -> list[S
         if sequence.prompt_end is not None:
             pieces.append(sequence.prompt_end)
             scored = [pending[0], *scored]
-        pieces.append(own)
+        if len(own):  # else it may have the vocabulary of one rank alone
+            pieces.append(own)
         tokens += scored
         counts += [sequence.start.sampling.prompt_logprobs or 0] * len(scored)
         ends.append((len(scored), end))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.models import tiny
 from workers.sampling.logprobs import token_logprobs
 from workers.verify.decider import Decisions, decide_rows
 from workers.verify.engine import TargetEngine
+from workers.verify.prompt_logprobs import without_prompts
 
 PROMPT = (5, 17, 33, 8, 60, 41, 41, 9, 12, 77, 3)
 SCORED = SamplingParameters(temperature=0.0, prompt_logprobs=3, logprobs=1)
@@ -138,6 +140,21 @@ def test_all_scored_rows_of_a_step_are_scored_together(engine: TargetEngine, mon
             assert (one.token, one.rank) == (other.token, other.rank)
             assert one.logprob == pytest.approx(other.logprob, abs=TOLERANCE)
     engine.release([SequenceId("k"), SequenceId("l")])
+
+
+def test_a_last_token_is_scored_beside_other_rows_where_a_rank_has_a_part_of_the_vocabulary() -> None:
+    whole = torch.randn(1, 100)
+    start = SequenceStart(len(PROMPT), SCORED)
+
+    def ready(pending: Sequence[int], end: torch.Tensor | None) -> Any:
+        sequence = SimpleNamespace(prompt_end=end, start=start)
+        return SimpleNamespace(scored=0, sequence=sequence, row=SimpleNamespace(pending=pending))
+
+    other, last = ready((7,), None), ready((77,), whole)
+    decider: Any = None  # no row sends logits to rank 0
+    _, found = without_prompts([other, last], torch.randn(2, 50), decider)
+    assert found[1].logprobs == token_logprobs(whole, [77], [3])
+    assert not found[0].logprobs
 
 
 def test_a_scored_prompt_takes_nothing_from_the_prefix_cache(engine: TargetEngine) -> None:
