@@ -167,10 +167,13 @@ class NextTokens:
     """For each token of the vocabulary, 1 if it may follow them and 0 if not; empty: nothing is known."""
 
     def permits(self, depth: int, token: int) -> bool:
-        """Whether a token may be at a depth of a draft, from 0; a place behind what is known permits all."""
+        """Whether a token may be at a depth of a draft, from 0; a place behind what is known permits all.
+
+        A token beyond the vocabulary is never known to be allowed.
+        """
         if depth < len(self.forced):
             return token == self.forced[depth]
-        return depth > len(self.forced) or not self.allowed or bool(self.allowed[token])
+        return depth > len(self.forced) or not self.allowed or self.allowed[token : token + 1] == b"\1"
 
 
 ANY_TOKENS = NextTokens()

@@ -146,12 +146,19 @@ def _exclude_others(logits: Tensor, contexts: Sequence[DecisionContext], column:
 def _exclude_by_grammar(
     logits: Tensor, contexts: Sequence[DecisionContext], offset: int, vocabulary: Tensor | None
 ) -> None:
-    """Exclude the tokens that the grammars of the rows do not allow, in place."""
+    """Exclude the tokens that the grammars of the rows do not allow, in place.
+
+    The logits of a draft may have more tokens than the target's vocabulary. They are excluded too.
+    """
     rows = [(row, context.allowed.mask) for row, context in enumerate(contexts) if context.allowed is not None]
     if not rows:
         return
     masks = torch.stack([mask for _, mask in rows])  # [rows, whole vocabulary]
-    masks = masks[:, offset : offset + logits.shape[1]] if vocabulary is None else masks[:, vocabulary.cpu()]
+    columns = None if vocabulary is None else vocabulary.cpu()
+    end = offset + logits.shape[1] if columns is None else int(columns[-1]) + 1
+    if end > masks.shape[1]:
+        masks = torch.nn.functional.pad(masks, (0, end - masks.shape[1]))
+    masks = masks[:, offset:end] if columns is None else masks[:, columns]
     if logits.is_cuda:
         masks = masks.contiguous().pin_memory().to(logits.device, non_blocking=True)
     indices = row_indices([row for row, _ in rows], logits)

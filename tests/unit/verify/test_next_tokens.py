@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+import torch
+
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.drafting import ANY_TOKENS, DraftBudget, DraftRow, NextTokens, Proposal
@@ -17,6 +20,8 @@ from tests.support.models import tiny, tiny_tokenizer
 from workers.draft.common.grammar_masks import allowed_at
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
+from workers.sampling.candidates import candidates
+from workers.sampling.context import DecisionContext
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import EngineOptions, TargetEngine
 
@@ -82,6 +87,17 @@ def test_the_text_goes_on_as_the_drafting_method_was_told(tmp_path: Path) -> Non
         assert allowed_at(known, len(known.forced) + 1) is None
     assert any(known.forced for known in told.values())
     assert any(not known.forced and sum(known.allowed) > 1 for known in told.values())
+
+
+@pytest.mark.parametrize("vocabulary", [None, torch.tensor([1, 4, 9, 11])])
+def test_a_drafting_module_may_have_tokens_that_the_target_has_not(vocabulary: torch.Tensor | None) -> None:
+    """Models of one family pad their vocabularies differently. A grammar allows none of the padding."""
+    known = NextTokens((), bytes([1, 0] * 4))
+    assert known.permits(0, 4) and not known.permits(0, 3) and not known.permits(0, 9)
+    size = 12 if vocabulary is None else len(vocabulary)
+    contexts = [DecisionContext(SamplingParameters(temperature=0.0), (5, 6), 1, allowed_at(known, 0))]
+    (found,) = candidates(torch.ones(1, size), contexts, size, vocabulary)
+    assert [one.token for one in found] == ([0, 2, 4, 6] if vocabulary is None else [4])
 
 
 def test_without_a_grammar_nothing_is_known(tmp_path: Path) -> None:
