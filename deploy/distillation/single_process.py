@@ -40,6 +40,7 @@ from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import device_name, load_target
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
+from workers.model.stored.source import stored_alone
 from workers.model.target_ends import read_config
 
 _REPORTS = 10
@@ -173,7 +174,9 @@ class SingleProcess(ABC):
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         cache = Path(tempfile.gettempdir()) / "pilotfish-models"
-        self.directory = resolve_model_directory(chosen.target, cache, None, self.tell)
+        given = Path(chosen.target)
+        is_described = given.is_dir() and stored_alone(given) is not None  # `load_target` de-quantizes its file
+        self.directory = resolve_model_directory(chosen.target, cache, None, self.tell, stored=is_described)
         self.config: Any = read_config(self.directory)
 
     @cached_property

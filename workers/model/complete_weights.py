@@ -7,14 +7,16 @@ state, and reads numbers of a quantization that it does not know without their s
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import safe_open
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from cluster.core.errors import ModelLoadError, shorten
+from workers.model.stored.source import stored_alone
+from workers.model.target_ends import named_tensors, outline, read_config
 from workers.model.weight_files import weight_files
 
 _SCALE = re.compile(r"(.*\.)?weight_scale\w*|(.*)_scale(_inv)?")
@@ -30,9 +32,13 @@ _COMPUTED = "SinusoidalPositionalEmbedding"
 def load_complete(kind: Any, directory: Path, **options: Any) -> PreTrainedModel:
     """The model that `kind.from_pretrained(directory, **options)` loads. Raises `ModelLoadError`, and what it raises.
 
-    Under tensor parallelism, all ranks raise for the same tensors.
+    A GGUF model whose directory has no weights is de-quantized from its file, to float32 unless `dtype` is another
+    type. Under tensor parallelism, all ranks raise for the same tensors.
     """
-    module, report = kind.from_pretrained(directory, output_loading_info=True, **options)
+    if "gguf_file" not in options and stored_alone(directory) is not None:
+        module, report = _dequantized(directory, options)
+    else:
+        module, report = kind.from_pretrained(directory, output_loading_info=True, **options)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     computed = {f"{name}.weight" for name, part in module.named_modules() if type(part).__name__.endswith(_COMPUTED)}
     missing = sorted(parameters.intersection(report["missing_keys"]) - computed)
@@ -55,6 +61,17 @@ def load_complete(kind: Any, directory: Path, **options: Any) -> PreTrainedModel
         _check_numbers(directory, biases, frozenset() if has_scales else parameters)
     loaded: PreTrainedModel = module
     return loaded
+
+
+def _dequantized(directory: Path, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """A GGUF model from its file, and what the file lacks of it."""
+    config = read_config(directory)
+    found = outline(config)
+    tensors = dict(named_tensors(directory, found.shapes))
+    loading = {"config": config, "state_dict": tensors, "output_loading_info": True}
+    module, report = cast("Any", found.kind).from_pretrained(None, **options | loading)
+    module.generation_config = GenerationConfig.from_pretrained(directory)
+    return module, report
 
 
 def _is_bias(name: str, parameters: Collection[str]) -> bool:

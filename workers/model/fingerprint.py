@@ -18,7 +18,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.build import products
 from workers.forward.replace_linear import has_only_fast_linears
 from workers.model.gguf_header import GgufHeader, parts_of
-from workers.model.stored.source import stored_file
+from workers.model.stored.source import stored_alone
 from workers.model.weight_files import weight_files
 
 _SAMPLE_BYTES = 1024
@@ -81,11 +81,10 @@ def weights_digest(directory: Path) -> str:
         file = directory / name
         digest.update(file.read_bytes() if file.is_file() else b"")
         digest.update(b"\0")
-    files = weight_files(directory)
-    for file in files:
+    for file in weight_files(directory):
         with file.open("rb") as opened:
             _add_weights(opened, file, digest)
-    source = None if files else stored_file(directory)
+    source = stored_alone(directory)
     for part in () if source is None else parts_of(source):
         _add_gguf(part, digest)
     return digest.hexdigest()

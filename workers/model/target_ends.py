@@ -18,7 +18,7 @@ from torch import nn
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import DraftDescription, is_distilled
 from workers.model.stored.gguf_file import GgufFile
-from workers.model.stored.source import stored_file
+from workers.model.stored.source import stored_alone
 from workers.model.weight_files import config_values, weight_files
 
 if TYPE_CHECKING:
@@ -290,10 +290,9 @@ def named_tensors(directory: Path, parameters: Iterable[str]) -> Iterator[tuple[
     A GGUF model whose directory has no weights is read from its file: those of these `parameters` that it has,
     de-quantized to float32 one after another. Raises `ModelLoadError`.
     """
-    files = weight_files(directory)
-    for file in files:
+    for file in weight_files(directory):
         yield from read_tensors(file).items()
-    if not files and (source := stored_file(directory)) is not None:
+    if (source := stored_alone(directory)) is not None:
         stored = GgufFile(source)
         for name in parameters:
             if name in stored:

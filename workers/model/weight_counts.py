@@ -17,7 +17,7 @@ from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import is_distilled, read_card
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.quantized_checkpoint import FORMATS, QuantizedCheckpoint, quantization_of
-from workers.model.stored.source import stored_file
+from workers.model.stored.source import stored_alone
 from workers.model.target_ends import outline, read_config
 from workers.model.weight_files import config_values, weight_files
 
@@ -118,11 +118,10 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     Raises `ModelLoadError`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    files = weight_files(directory)
-    if not files and (source := stored_file(directory)) is not None:
+    if (source := stored_alone(directory)) is not None:
         stored = GgufFile(source)
         return {name: shape for name, shape in outline(read_config(directory)).shapes.items() if name in stored}
-    for file in files:
+    for file in weight_files(directory):
         try:
             with safe_open(file, framework="pt") as stored:
                 shapes.update({name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()})  # noqa: SIM118

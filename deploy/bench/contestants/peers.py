@@ -22,11 +22,10 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError, WorkerUnavailable
 from deploy.bench.contestants.answers import Arrival, BenchAnswer, BenchPass, PassRequest, RequestOptions
 from workers.forward.attention import register
+from workers.model.complete_weights import load_complete
 from workers.model.distilled import load_distilled_draft
 from workers.model.draft_card import is_distilled
 from workers.model.loading import DTYPES
-from workers.model.target_ends import named_tensors, outline
-from workers.model.weight_files import weight_files
 
 GENERATE, PROMPT_LOOKUP, ASSISTED = "generate", "prompt lookup", "assisted generation"
 LOOKUP_TOKENS = 10
@@ -202,13 +201,7 @@ def load_target(configuration: Configuration) -> Any:
     try:
         config = AutoConfig.from_pretrained(section.path)
         family: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        directory, dtype = Path(section.path), DTYPES[section.dtype]
-        if weight_files(directory):
-            model: Any = family.from_pretrained(directory, dtype=dtype, use_safetensors=True)
-        else:  # a GGUF model that is served as it is stored
-            found = outline(config)
-            tensors = dict(named_tensors(directory, found.shapes))
-            model = found.kind.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
+        model: Any = load_complete(family, Path(section.path), dtype=DTYPES[section.dtype], use_safetensors=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"transformers cannot load {section.path!r}: {error}") from error
     if torch.cuda.is_available() and section.device != "cpu":

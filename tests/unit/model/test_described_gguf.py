@@ -18,9 +18,11 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy import models
 from deploy.bench.contestants.peers import load_target
+from deploy.distillation import eagle3
 from deploy.settings import load_settings
 from tests.support.engines.stored_model import TEXT, load, logits
 from tests.support.models import stored_gguf, whole_gguf
+from workers.distill import target_model
 from workers.distill.stored_target import load_parts
 from workers.forward.loaded_model import LoadedModel
 from workers.model.draft_card import DraftDescription
@@ -153,6 +155,21 @@ def test_whoever_reads_a_models_weights_reads_those_of_the_file(both: Path) -> N
             assert values.is_meta == own[name].is_meta, name
             assert values.is_meta or torch.equal(values, own[name]), name
     assert outline(AutoConfig.from_pretrained(described)).shapes.keys() == wholes[0].state_dict().keys()
+
+
+def test_drafts_are_trained_for_the_numbers_of_the_file(both: Path, tmp_path: Path) -> None:
+    described, converted = prepare(both / "model.gguf", both / "cache")
+    found, expected = (target_model.load_target(one, torch.device("cpu"), "auto") for one in (described, converted))
+    own = expected.state_dict()
+    assert found.state_dict().keys() == own.keys()
+    assert all(torch.equal(values, own[name]) for name, values in found.state_dict().items())
+    assert found.dtype == expected.dtype
+    assert found.config._attn_implementation == "sdpa"
+    assert found.generation_config.eos_token_id == expected.generation_config.eos_token_id
+    (tmp_path / "prompts.jsonl").write_text('{"question": "What is one?"}\n')
+    words = ["--target", str(described), "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out")]
+    run = eagle3.Run(eagle3.options([*words, "--steps", "1", "--device", "cpu"]), lambda _: None)
+    assert run.directory == described
 
 
 def test_a_number_of_the_file_changes_the_digest(tmp_path: Path) -> None:

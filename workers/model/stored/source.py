@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from cluster.core.errors import ModelLoadError
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
+from workers.model.weight_files import weight_files
 
 STORED_IN = "stored_in.txt"
 """The file in a model's directory that names the GGUF file that the directory was made of."""
@@ -45,3 +46,11 @@ def stored_file(directory: Path) -> Path | None:
         with TemporaryDirectory(dir=directory) as scratch:
             os.replace(packaged_file(directory.name, Path(scratch)), joined)  # other processes see a whole file or none
     return joined
+
+
+def stored_alone(directory: Path) -> Path | None:
+    """The GGUF file with the weights of a model whose directory has none; `None` for every other directory.
+
+    Raises `ModelLoadError` if that file is gone.
+    """
+    return None if weight_files(directory) else stored_file(directory)
