@@ -85,10 +85,11 @@ class BackgroundProbes:
         if self._pool is not None or not self._probes.allows(now + EVIDENCE_ROUNDS * self._round_seconds):
             self._chosen = {}
             return ()
-        lasting = {live.id: live for live in candidates if self._is_overdue(now) or _lasts(live)}
-        self._chosen = {name: length for name, length in self._chosen.items() if name in lasting}
-        others = self._rotated([live for name, live in lasting.items() if name not in self._chosen])
-        for live in others[: PROBED_SEQUENCES - len(self._chosen)]:
+        known = {live.id: live for live in candidates}
+        self._chosen = {name: length for name, length in self._chosen.items() if name in known}
+        others = [live for name, live in known.items() if name not in self._chosen]
+        others = [live for live in others if self._is_overdue(now) or _lasts(live)]
+        for live in self._rotated(others)[: PROBED_SEQUENCES - len(self._chosen)]:
             self._chosen[live.id] = len(live.sequence)
         return self._chosen
 

@@ -187,6 +187,24 @@ def test_while_drafts_do_not_pay_the_drafter_reads_only_the_sequences_of_the_nex
         assert all(names <= others for others in before if len(before) == EVIDENCE_ROUNDS)
 
 
+@pytest.mark.parametrize("tokens", [EVIDENCE_ROUNDS + 8, 2 * EVIDENCE_ROUNDS])
+def test_the_sequences_of_the_next_probe_stay_those_until_they_end(tokens: int) -> None:
+    """Answers that are just long enough to be read first are probed as often as longer ones."""
+
+    async def serve(target: DraftingTarget, length: int) -> None:
+        simulated = cluster(target)
+        async with simulated.coordinator:
+            for number in range(1200 // length):
+                await simulated.serve(equal_requests(8, length, f"{number} "))
+
+    def probes(length: int) -> int:
+        target = DraftingTarget(cpu_step, WRONG)
+        simulate(serve(target, length))
+        return sum(any(row.next_budget.max_nodes for row in batch.rows) for batch in target.batches)
+
+    assert probes(tokens) > 0.7 * probes(3 * EVIDENCE_ROUNDS)
+
+
 def test_a_target_that_is_lost_loses_its_drafts_and_no_token() -> None:
     target = DraftingTarget(cpu_step, RIGHT)
     target.fail_after_computing = 0
