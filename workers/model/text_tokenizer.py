@@ -56,6 +56,19 @@ class TextTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [tuple(encoding.ids) for encoding in encodings]
 
+    def encode_with_ends(self, text: str) -> tuple[tuple[int, ...], list[int]]:
+        """Return the tokens of a text, and where each of them ends in it, in bytes `[tokens]`, ascending.
+
+        Tokens of a tokenizer that normalizes the text end behind the characters that they are made of.
+        """
+        (tokens,) = self.encode([text])
+        ends = self.ends(tokens, text.encode())
+        if ends is None:
+            lengths = [0, *accumulate(len(character.encode()) for character in text)]
+            offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
+            ends = [*accumulate((lengths[end] for _, end in offsets), max)]
+        return tokens, ends
+
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text, also for special tokens; empty for an unused id."""
         known = self._bytes.get(token)

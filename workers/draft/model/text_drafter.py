@@ -78,8 +78,8 @@ class TextSession(DraftingSession):
         """Whether `draft_tokens` are those of `text`."""
         self.draft_tokens: list[int] = []
         """The draft model's tokens of `text`, with those that it reads before every text."""
-        self._draft_ends: list[int] | None = []
-        """Where each of `draft_tokens` ends in `text`; `None` if they do not spell it."""
+        self._draft_ends: list[int] = []
+        """Where each of `draft_tokens` ends in `text`."""
         self.held_len: int | None = None
         """How many of `draft_tokens` the draft model's drafter holds; `None` if it does not know the sequence."""
 
@@ -127,13 +127,12 @@ class TextSession(DraftingSession):
             self.draft_tokens, self._draft_ends = self._encoded()
             self._known, self._is_read = len(self.text), True
 
-    def _encoded(self) -> tuple[list[int], list[int] | None]:
+    def _encoded(self) -> tuple[list[int], list[int]]:
         """The draft model's tokens of `text`, and where each of them ends."""
         draft, ends = self._tokenizers.draft, self._draft_ends
-        opening = len(draft.opening)
-        kept = 0 if ends is None else bisect_right(ends, self._known)
+        kept, opening = bisect_right(ends, self._known), len(draft.opening)
         window = _WINDOW
-        while ends is not None and (first := kept - window) > opening:
+        while (first := kept - window) > opening:
             begin = ends[first - 1]
             if not _is_inside_character(self.text, begin):
                 found = self._joined(first, kept, begin)
@@ -141,32 +140,32 @@ class TextSession(DraftingSession):
                     return found
             window *= 2
         self._forget_held(0)
-        (whole,) = draft.encode([self.text.decode()])
-        found_ends = draft.ends(whole, bytes(self.text))
-        if found_ends is not None:
-            found_ends = [*([0] * opening), *found_ends]
-        return [*draft.opening, *whole], found_ends
+        whole, whole_ends = draft.encode_with_ends(self.text.decode())
+        return [*draft.opening, *whole], [*([0] * opening), *whole_ends]
 
     def _joined(self, first: int, kept: int, begin: int) -> tuple[list[int], list[int]] | None:
         """The known tokens up to one that the text from `begin` on gives as well, then those of that text.
 
-        `begin` is where token `first` begins, and the tokens below `kept` spell an unchanged text. `None` if no token
-        of them is found again, behind the first one, which may be spelled otherwise where a text begins.
+        `begin` is where token `first` begins, and the tokens below `kept` are of an unchanged text. `None` if no token
+        of them is found again, behind the first one, which may be spelled otherwise where a text begins. Tokens of
+        characters that the tokenizer composes do not count: a mark that follows composes others.
         """
-        draft, tokens, ends = self._tokenizers.draft, self.draft_tokens, self._draft_ends
-        part = bytes(self.text[begin:])
-        (again,) = draft.encode([part.decode()])
-        again_ends = draft.ends(again, part)
-        if again_ends is None or ends is None:
-            return None
+        tokens, ends = self.draft_tokens, self._draft_ends
+        again, again_ends = self._tokenizers.draft.encode_with_ends(self.text[begin:].decode())
         places = {(begin + end, token): place for place, (end, token) in enumerate(zip(again_ends, again, strict=True))}
         for index in range(kept - 1, first, -1):
             place = places.get((ends[index], tokens[index]))
-            if place:
+            if place and self._is_spelled(tokens[index], ends[index]):
                 self._forget_held(index + 1)
                 joined = tokens[: index + 1] + list(again[place + 1 :])
                 return joined, ends[: index + 1] + [begin + end for end in again_ends[place + 1 :]]
         return None
+
+    def _is_spelled(self, token: int, end: int) -> bool:
+        """Whether `text` has the bytes of a draft model's token before `end`, from the beginning of a character on."""
+        spelled = self._tokenizers.draft.bytes_of(token)
+        begin = end - len(spelled)
+        return begin >= 0 and self.text[begin:end] == spelled and not _is_inside_character(self.text, begin)
 
     def _forget_held(self, length: int) -> None:
         """Note that tokens of the draft model from number `length` on are replaced."""

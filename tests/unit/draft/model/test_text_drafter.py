@@ -356,8 +356,13 @@ def test_special_tokens_of_both_are_drafted_and_those_before_every_text_are_not_
     assert 2 in found.tokens
 
 
-def test_a_long_text_is_not_encoded_again(kinds: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizers = _pair(kinds, "bytes", "trained")
+@pytest.mark.parametrize("draft", ["trained", "composing"])
+def test_a_long_text_is_not_encoded_again(
+    draft: str, kinds: dict[str, TextTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if the draft model's tokenizer composes characters of it, so that its tokens spell another text."""
+    tokenizers = _pair(kinds, "bytes", draft)
+    assert "e\u0301" in WORDS
     (tokens,) = tokenizers.target.encode([WORDS * 5])
     session = TextSession(SequenceStart(1, SamplingParameters()), tokenizers)
     session.replace(0, tokens[:-40])
@@ -374,7 +379,8 @@ def test_a_long_text_is_not_encoded_again(kinds: dict[str, TextTokenizer], monke
         session.replace(length, tokens[length : length + 1])
         session.read()
     assert lengths and max(lengths) < 400
-    assert session.draft_tokens == [0, *encode([bytes(session.text).decode()])[0]]
+    whole = encode([bytes(session.text).decode()])[0]
+    assert session.draft_tokens == [*tokenizers.draft.opening, *whole]
 
 
 def test_a_tokenizer_says_where_its_tokens_end(tmp_path: Path) -> None:
