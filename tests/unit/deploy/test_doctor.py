@@ -94,6 +94,11 @@ def test_models_are_found_in_directories_packages_and_the_cache(tmp_path: Path) 
     assert not model_finding("target.path", str(directory), tmp_path).is_problem
     assert not model_finding("target.path", f"{directory}@x10", tmp_path).is_problem
     assert "in the cache" in model_finding("target.path", "model", tmp_path).found
+    name = "smollm2-135m-instruct"
+    (tmp_path / "stored" / name).mkdir(parents=True)
+    (tmp_path / "stored" / name / "config.json").write_text("{}")
+    assert f"in the cache {tmp_path / 'stored'}" in model_finding("target.path", name, tmp_path, stored=True).found
+    assert "in the cache" not in model_finding("target.path", name, tmp_path).found
     assert not model_finding("draft.model.path", "smollm2-135m-draft", tmp_path).is_problem
 
 

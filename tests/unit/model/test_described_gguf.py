@@ -19,6 +19,7 @@ from cluster.core.errors import ModelLoadError
 from deploy import models
 from deploy.bench.contestants.peers import load_target
 from deploy.distillation import eagle3
+from deploy.doctor.models import model_findings
 from deploy.settings import load_settings
 from tests.support.engines.stored_model import TEXT, load, logits
 from tests.support.models import stored_gguf, whole_gguf
@@ -185,6 +186,12 @@ def test_a_number_of_the_file_changes_the_digest(tmp_path: Path) -> None:
 
 def test_a_directory_without_weights_is_refused_where_they_are_needed(both: Path) -> None:
     described, _ = prepare(both / "model.gguf", both / "cache")
+    values = {"target.path": str(described), "target.quantization": "none"}
+    (finding,) = model_findings(load_configuration({}, values | {"draft.method": "none"}), both / "cache")
+    assert "no .safetensors file" in finding.found
+    values |= {"target.quantization": "stored"}
+    (finding,) = model_findings(load_configuration({}, values | {"draft.method": "none"}), both / "cache")
+    assert not finding.is_problem
     assert resolve_model_directory(str(described), both / "cache", stored=True) == described
     with pytest.raises(ModelLoadError, match=r"found no \.safetensors file"):
         resolve_model_directory(str(described), both / "cache")
