@@ -94,6 +94,19 @@ def test_parts_are_described_as_the_whole_file(code: str, both: Path, tmp_path: 
         load(described, code)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_files_may_be_links_to_files_of_other_names(count: int, code: str, both: Path, tmp_path: Path) -> None:
+    """The cache of Hugging Face's hub has them: the names of parts are those of the links."""
+    parts = whole_gguf.divide(both / "model.gguf", count) if count > 1 else [both / "model.gguf"]
+    for number, part in enumerate(parts):
+        shutil.copy(part, tmp_path / f"blob{number}")
+        (tmp_path / Path(part).name).symlink_to(f"blob{number}")
+    named = str(tmp_path / Path(parts[0]).name)
+    described, converted = prepare(Path(named), tmp_path / "cache")
+    assert weights_digest(described)
+    assert torch.equal(logits(load(described, code), TEXT), logits(load(converted, code), TEXT))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the most memory that a process has held")
 def test_no_number_of_a_matrix_is_read(tmp_path: Path) -> None:
     """The file says that it has 6 GiB, in holes that take no room until they are read."""

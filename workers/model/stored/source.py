@@ -18,8 +18,8 @@ STORED_IN = "stored_in.txt"
 
 
 def write_stored_in(directory: Path, file: Path) -> None:
-    """Note in `directory` which file it was made of."""
-    (directory / STORED_IN).write_text(str(file.resolve()), "utf-8")
+    """Note in `directory` which file it was made of. A link stays one: its name may be that of a part of the model."""
+    (directory / STORED_IN).write_text(str(file.absolute()), "utf-8")
 
 
 def stored_file(directory: Path) -> Path | None:
