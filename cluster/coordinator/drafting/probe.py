@@ -72,6 +72,9 @@ class BackgroundProbes:
         self._new_factor = NEW_SEQUENCE_PAUSE if pool is not None else NEW_SEQUENCE_PAUSE_ON_TARGET
         self._chosen: dict[SequenceId, int] = {}
         """Sequences of the next probe, whose steps a drafter on the target reads, and their lengths when it began."""
+        self._due_rounds = OVERDUE_ROUNDS
+        """Rounds with candidates in which a probe of a drafter on the target was due and has not begun. The first probe
+        takes any sequence, because a drafter begins with drafts for all."""
         self._next = 0
         self._round_seconds = 0.0
         """Mean time of recent rounds, in seconds."""
@@ -86,9 +89,10 @@ class BackgroundProbes:
             self._chosen = {}
             return ()
         known = {live.id: live for live in candidates}
+        self._due_rounds = self._due_rounds + bool(known) if self._probes.allows(now) else 0
         self._chosen = {name: length for name, length in self._chosen.items() if name in known}
         others = [live for name, live in known.items() if name not in self._chosen]
-        others = [live for live in others if self._is_overdue(now) or _lasts(live)]
+        others = [live for live in others if self._is_overdue or _lasts(live)]
         for live in self._rotated(others)[: PROBED_SEQUENCES - len(self._chosen)]:
             self._chosen[live.id] = len(live.sequence)
         return self._chosen
@@ -123,7 +127,7 @@ class BackgroundProbes:
         now = self._clock()
         if not (self._probes.allows(now) or (self._pool is not None and self._prefills.allows(now))):
             return
-        candidates = self._rotated([live for live in candidates if self._pool is not None or self._is_read(live, now)])
+        candidates = self._rotated([live for live in candidates if self._pool is not None or self._is_read(live)])
         if not candidates or not self._source.is_idle:
             return
         self._next += PROBED_SEQUENCES
@@ -140,14 +144,15 @@ class BackgroundProbes:
             self._prefill = pool.prefill((unknown.sequence,)) or None
             self._prefills.is_working = self._prefill is not None
 
-    def _is_read(self, live: LiveSequence, now: float) -> bool:
+    def _is_read(self, live: LiveSequence) -> bool:
         """Whether a drafter on the target has read the steps of a sequence, or enough of them unless one is overdue."""
         first = self._chosen.get(live.id)
-        return first is not None and (self._is_overdue(now) or len(live.sequence) - first >= EVIDENCE_ROUNDS)
+        return first is not None and (self._is_overdue or len(live.sequence) - first >= EVIDENCE_ROUNDS)
 
-    def _is_overdue(self, now: float) -> bool:
+    @property
+    def _is_overdue(self) -> bool:
         """Whether a probe takes any sequence, because answers have been too short for so long."""
-        return self._probes.allows(now - OVERDUE_ROUNDS * self._round_seconds)
+        return self._due_rounds > OVERDUE_ROUNDS
 
     def _rotated(self, candidates: list[LiveSequence]) -> list[LiveSequence]:
         """The candidates, beginning behind those of the last probe."""

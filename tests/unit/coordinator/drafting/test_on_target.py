@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -203,6 +204,33 @@ def test_the_sequences_of_the_next_probe_stay_those_until_they_end(tokens: int) 
         return sum(any(row.next_budget.max_nodes for row in batch.rows) for batch in target.batches)
 
     assert probes(tokens) > 0.7 * probes(3 * EVIDENCE_ROUNDS)
+
+
+def test_the_first_probe_after_a_quiet_time_waits_until_the_drafter_has_read_its_sequences() -> None:
+    """While nothing runs, no answer is too short to be read."""
+    target = DraftingTarget(cpu_step, WRONG)
+
+    async def serve() -> int:
+        simulated = cluster(target)
+        async with simulated.coordinator:
+            await simulated.serve(equal_requests(4, 400, "earlier"))
+            begin = len(target.batches)
+            for number in range(3):
+                await asyncio.sleep(4.0)
+                await simulated.serve(equal_requests(4, 300, f"{number} "))
+            return begin
+
+    begin, probes = simulate(serve()), 0
+    read: dict[SequenceId, int] = {}
+    for place, batch in enumerate(target.batches):
+        for row in batch.rows:
+            before = read.pop(row.sequence_id, 0)
+            if row.next_budget == EVIDENCE_ONLY:
+                read[row.sequence_id] = before + 1
+            elif row.next_budget.max_nodes and place >= begin:
+                assert before >= EVIDENCE_ROUNDS
+                probes += 1
+    assert probes > 3 * 4
 
 
 def test_a_target_that_is_lost_loses_its_drafts_and_no_token() -> None:
