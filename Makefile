@@ -63,8 +63,8 @@ $(TEST_WEIGHTS): $(WEIGHTS) deploy/test-weights.txt
 
 .PHONY: gpu-proof
 gpu-proof: $(GPU_PROOF)  ## Prove the GPU kernels without a GPU: interpreted against their reference, compiled for three generations
-	PYTHONPATH=$(GPU_PROOF) TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/gpu_proof $(ARGS)
-	PYTHONPATH=$(GPU_PROOF) TRITON_DEFAULT_FP_FUSION=1 $(PYTEST) -n 2 tests/gpu_proof $(ARGS)
+	@PYTHONPATH=$(GPU_PROOF) TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/gpu_proof $(ARGS) $(OR_NOTHING)
+	@PYTHONPATH=$(GPU_PROOF) TRITON_DEFAULT_FP_FUSION=1 $(PYTEST) -n 2 tests/gpu_proof/test_compiled*.py $(ARGS) $(OR_NOTHING)
 
 # Triton (286 MB) stays out of .venv: torch would compile with it.
 $(GPU_PROOF): $(INSTALLED)
@@ -94,7 +94,7 @@ test: $(WEIGHTS)  ## Run the fast tests, and one path through everything real (A
 	@shown=$$(mktemp) && trap 'rm -f "$$shown"' EXIT; \
 	$(MAKE) --no-print-directory -j 2 fast beside SHOWN="$$shown"; status=$$?; cat "$$shown"; exit $$status
 
-test-all: $(TEST_WEIGHTS) slow whole  ## Run the tests that `make test` leaves out (ARGS goes to pytest)
+test-all: $(TEST_WEIGHTS) slow whole gpu-proof  ## Run the tests that `make test` leaves out (ARGS goes to pytest)
 
 .PHONY: beside
 beside:
