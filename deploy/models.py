@@ -15,7 +15,7 @@ from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from deploy.settings import code_directory
 from workers.model.formats.hub import draft_directory
 from workers.model.formats.registry import find_format, formats
-from workers.model.packaged.catalogue import prepared_before
+from workers.model.packaged.catalogue import PACKAGED_MODELS, prepared_before
 
 ReportProgress = Callable[[str], None]
 """Called with a short description at the start of every stage of long work."""
@@ -52,6 +52,7 @@ def with_served_name(configuration: Configuration) -> Configuration:
 
 def resolve_models(configuration: Configuration, cache_directory: Path, report: ReportProgress) -> Models:
     """Find, fetch or convert the configured models. Raises `ModelLoadError` with a remedy."""
+    configuration = with_settled_quantization(configuration)
     found = with_module_directories(configuration.draft, report)
     configuration = with_moved_fusion(configuration, configuration.draft, found)
     target = _resolve(configuration.target, cache_directory, report)
@@ -66,12 +67,24 @@ def with_draft_directory(configuration: Configuration, cache_directory: Path) ->
 
     Of the target, a directory on this machine serves to compare vocabularies. Raises `ModelLoadError`.
     """
+    configuration = with_settled_quantization(configuration)
     section = configuration.target
     prepared = prepared_before(section.path, cache_directory, stored=section.quantization == "stored")
     target = prepared or Path(expanduser(section.path))
     weights = configuration.draft.weights
     draft = None if weights is None else _resolve(weights, cache_directory, lambda _: None)
     return _with_paths(configuration, target, draft, str(code_directory(cache_directory)))
+
+
+def with_settled_quantization(configuration: Configuration) -> Configuration:
+    """The configuration with another `target.quantization` than `auto`."""
+    target = configuration.target
+    if target.quantization != "auto":
+        return configuration
+    packaged = None if Path(target.path).is_dir() else PACKAGED_MODELS.get(target.path)
+    is_kept = packaged is not None and packaged.quantized and target.device == "cpu" and target.tensor_parallel == 1
+    settled = target.model_copy(update={"quantization": "stored" if is_kept else "none"})
+    return configuration.model_copy(update={"target": settled})
 
 
 def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgress) -> Path:

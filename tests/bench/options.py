@@ -22,6 +22,8 @@ TOKENS, ANSWER_TOKENS, QUICK_TOKENS = 48, 64, 8
 SPEC_BENCH = Path(__file__).resolve().parents[3] / "shared" / "data" / "spec_bench.jsonl"
 """The six tasks of Spec-Bench (Xia et al. 2024). Their prompts are never trained on."""
 FREE_PORTS = ("server.http_port=0", "server.grpc_port=0")
+PLAIN_WEIGHTS = "target.quantization=none"
+"""Sections choose the storage of weights by their variants; what they compare them with is de-quantized."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Options:
 
     def settings(self, *assignments: str) -> Settings:
         """The chosen settings with `assignments` over them, free ports, and models as local directories."""
-        found = load_settings(self.config, assignments, below=[*FREE_PORTS, *self.assignments])
+        found = load_settings(self.config, assignments, below=[*FREE_PORTS, PLAIN_WEIGHTS, *self.assignments])
         return Settings(self.models(found).configuration, found.cache_directory, found.ray_address)
 
     def configuration(self, *assignments: str) -> Configuration:
@@ -67,7 +69,7 @@ class Options:
 
     def based_on(self, *assignments: str) -> Configuration:
         """The configuration with `assignments` under the chosen settings, which take precedence."""
-        found = load_settings(self.config, self.assignments, below=[*FREE_PORTS, *assignments])
+        found = load_settings(self.config, self.assignments, below=[*FREE_PORTS, PLAIN_WEIGHTS, *assignments])
         return self.models(found).configuration
 
     @staticmethod

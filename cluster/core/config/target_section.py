@@ -66,6 +66,9 @@ class EvidenceSection(Section):
 class TargetSection(ModelSection, PluginHost):
     """The target model, which decides every token of an answer. Each acceptance rule has its own subsection."""
 
+    quantization: Literal["auto", "none", "int8", "stored"] = "none"  # type: ignore[assignment] # settled before loading
+    """`int8` keeps linear layers in 8 bits and answers as that model; `stored` keeps a checkpoint's bits; `auto` keeps
+    those of a packaged model on one CPU rank, and else de-quantizes as `none` does."""
     served_name: str | None = None
     """Model name that clients send; unset takes the last part of `path`."""
     aliases: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=64)] = ()

@@ -9,6 +9,7 @@ import pytest
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy import models, packaged_drafts
+from deploy.settings import load_settings
 from workers.model.draft_card import CARD
 from workers.serve.configuration import load_configuration
 
@@ -106,3 +107,23 @@ def test_the_served_name_is_the_models(path: str, name: str) -> None:
     assert models.served_name(load_configuration({}, {"target.path": path})) == name
     named = load_configuration({}, {"target.path": path, "target.served_name": "other"})
     assert models.served_name(named) == "other"
+
+
+@pytest.mark.parametrize(
+    ("settings", "settled"),
+    [
+        ({}, "stored"),
+        ({"target.tensor_parallel": 2}, "none"),
+        ({"target.device": "auto"}, "none"),
+        ({"target.path": "opus-mt-fr-en"}, "none"),
+        ({"target.path": "owner/name"}, "none"),
+        ({"target.quantization": "int8"}, "int8"),
+    ],
+    ids=repr,
+)
+def test_the_cpu_preset_keeps_the_bits_of_a_packaged_model_on_one_rank(
+    settings: dict[str, object], settled: str
+) -> None:
+    values = load_settings("cpu", environment={}).configuration.model_dump(mode="json", exclude_unset=True)
+    found = models.with_settled_quantization(load_configuration(values, settings))
+    assert found.target.quantization == settled
