@@ -25,8 +25,13 @@ from workers.model.stored.source import stored_file
 
 PRESET = "cpu"
 _PLAIN = ("draft.methods=[]", "draft.method=none")
-_STORED = ("target.quantization=stored",)
-VARIANTS = {"stored": (*_STORED, *_PLAIN), "stored-drafts": _STORED, "plain": _PLAIN, "plain-drafts": ()}
+_STORED, _WIDENED = ("target.quantization=stored",), ("target.quantization=none",)
+VARIANTS = {
+    "stored": (*_STORED, *_PLAIN),
+    "stored-drafts": _STORED,
+    "plain": (*_WIDENED, *_PLAIN),
+    "plain-drafts": _WIDENED,
+}
 """What is measured, and its settings: weights as the file stores them or widened, and no drafts or default ones."""
 GOALS = {("stored", 1): 2.2, ("stored-drafts", 1): 3.0, ("stored", 8): 6.0}
 """Rates that these variants should reach at these batch sizes, as multiples of llama.cpp's."""
