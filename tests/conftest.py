@@ -36,7 +36,7 @@ def _compiled_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def target_directory() -> Path:
-    """SmolLM2-135M-Instruct, as `make setup` prepared it."""
+    """SmolLM2-135M-Instruct, de-quantized. `make test-all` prepares it first, otherwise this does."""
     from cluster.core.errors import ModelLoadError
     from deploy.settings import load_settings
     from workers.model.model_files import resolve_model_directory
