@@ -68,8 +68,8 @@ def _dequantized(directory: Path, options: Mapping[str, Any]) -> tuple[Any, Mapp
     config = read_config(directory)
     found = outline(config)
     tensors = dict(named_tensors(directory, found.shapes))
-    loading = {"config": config, "state_dict": tensors, "output_loading_info": True}
-    module, report = cast("Any", found.kind).from_pretrained(None, **options | loading)
+    loading: dict[str, Any] = {"config": config, "state_dict": tensors, "output_loading_info": True}
+    module, report = cast("Any", found.kind).from_pretrained(None, **{**options, **loading})
     module.generation_config = GenerationConfig.from_pretrained(directory)
     return module, report
 
