@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy.doctor.finding import Finding
+from deploy.models import with_settled_quantization
 from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from workers.model.description import Fault, directory_fault, gguf_fault
 from workers.model.formats.registry import find_format
@@ -19,7 +20,7 @@ from workers.model.stretch import parse_stretch
 
 def model_findings(configuration: Configuration, cache_directory: Path) -> Iterator[Finding]:
     """Where the target, the draft model and the drafting modules are."""
-    target = configuration.target
+    target = with_settled_quantization(configuration).target
     yield model_finding("target.path", target.path, cache_directory, stored=target.quantization == "stored")
     if target.span_nodes:
         network = "ranks may be on several nodes: they use the network between them for every layer"

@@ -24,11 +24,12 @@ from deploy.doctor.environment import (
     shared_memory_finding,
 )
 from deploy.doctor.finding import Finding
-from deploy.doctor.models import model_finding
+from deploy.doctor.models import model_finding, model_findings
 from deploy.doctor.network import Exposure, exposures, network_findings
 from deploy.network.cluster_token import draw_token
 from deploy.network.listeners import Listener, listeners
 from deploy.network.probe import Demand, probe
+from deploy.settings import load_settings
 from tests.support.fakes.echo_workers import EchoEngine
 from tests.support.models import tiny
 from workers.serve.worker_server import host_target
@@ -99,6 +100,8 @@ def test_models_are_found_in_directories_packages_and_the_cache(tmp_path: Path) 
     (tmp_path / "stored" / name / "config.json").write_text("{}")
     assert f"in the cache {tmp_path / 'stored'}" in model_finding("target.path", name, tmp_path, stored=True).found
     assert "in the cache" not in model_finding("target.path", name, tmp_path).found
+    found = next(model_findings(load_settings("cpu", environment={}).configuration, tmp_path))
+    assert f"in the cache {tmp_path / 'stored'}" in found.found
     assert not model_finding("draft.model.path", "smollm2-135m-draft", tmp_path).is_problem
 
 
