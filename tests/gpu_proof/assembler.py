@@ -51,13 +51,13 @@ class Compiled(NamedTuple):
     kernel: str
     capability: int
     registers: int
-    """Of a thread."""
+    """Registers of one thread."""
     spilled_bytes: int
     shared_bytes: int
     products: int
     """Instructions of one warp that multiply on tensor cores (`mma`)."""
     group_products: int
-    """Those of groups of warps (`wgmma`, `tcgen05.mma`)."""
+    """Instructions of a group of warps that multiply on tensor cores (`wgmma`, `tcgen05.mma`)."""
 
 
 compiled_kernels: list[Compiled] = []

@@ -80,7 +80,7 @@ class ReplicaStatus:
     tokens_per_step_before: float | None = None
     """Tokens per step on held-back texts with the weights before the last training; `None` before the first one."""
     tokens_per_step_after: float | None = None
-    """The same with the weights that it brought, which were dropped unless they were better."""
+    """Tokens per step on held-back texts with the weights of the last training, which serve only if they are better."""
 
     def values(self) -> dict[str, Any]:
         """Return the status for JSON."""

@@ -26,11 +26,11 @@ class _Layer:
     """What the attention of a layer does for a query and for a token."""
 
     query_bytes: int
-    """Of a query of all heads, and its result."""
+    """Bytes of one query of all heads and of its result."""
     part_bytes: int
-    """Of the result of one split of a query, for all heads."""
+    """Bytes of the result of one split of a query, for all heads."""
     token_bytes: int
-    """Of a key and a value, or a latent, as they are stored."""
+    """Bytes of a stored key and value, or of a stored latent."""
     pair_flops: int
     """Operations of a query and a key, of all heads."""
     tile: int

@@ -57,9 +57,9 @@ class Achieved(NamedTuple):
     """What kernels of one kind achieve."""
 
     bytes: float
-    """Of the memory's bandwidth."""
+    """Share of the memory's bandwidth, as a factor."""
     flops: float
-    """Of the peak of the tensor cores."""
+    """Share of the peak of the tensor cores, as a factor."""
     seconds: float
     """Time beside that of its bytes or operations: its first loads wait for memory, and its last programs run alone."""
     step_seconds: float = 0.0

@@ -118,7 +118,7 @@ def test_other_rows_of_the_step_are_decided_as_alone(engine: TargetEngine) -> No
 
 
 def test_all_scored_rows_of_a_step_are_scored_together(engine: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the host waits once for all. Rows whose last chunk left logits behind are among them."""
+    """The host waits once for all of them, also for rows whose last chunk left logits behind."""
     calls: list[int] = []
 
     def counted(logits: Any, tokens: Sequence[int], *others: Any) -> Any:

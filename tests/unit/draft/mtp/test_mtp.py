@@ -309,7 +309,7 @@ def written(directory: Path, like: Path, weights: dict[str, Tensor], **config: A
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
 def test_a_layer_of_8_bit_floats_is_dequantized(family: str, tmp_path: Path) -> None:
-    """Its matrices are in blocks, the last ones smaller, and the matrix that chooses experts is plain."""
+    """The layer's matrices are in blocks, the last ones smaller; the matrix that chooses experts is plain."""
     shown, prefix = show(family, tmp_path / "whole"), f"model.layers.{LAYERS}." if family in FAMILIES else "mtp."
     small, meant, quantize = dict[str, Tensor](), dict[str, Tensor](), quantized.fp8(16, 32)
     for name, value in load_file(shown.directory / "model.safetensors").items():
