@@ -7,7 +7,7 @@ forward passes showed of the sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
@@ -197,8 +197,8 @@ class DraftRow:
     evidence: tuple[Evidence, ...] = ()
     """What the target showed since the previous row, oldest first. It may have gaps, because a target that finds the KV
     of a prefix does not compute it."""
-    next_tokens: NextTokens = ANY_TOKENS
-    """What the sequence's grammar says of the draft's first tokens, where the drafter is on the target."""
+    next_tokens: NextTokens = field(default=ANY_TOKENS, compare=False)
+    """What the sequence's grammar says of the draft's first tokens. A drafter elsewhere is not sent it."""
 
     @property
     def known_len(self) -> int:
