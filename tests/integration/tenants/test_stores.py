@@ -249,6 +249,7 @@ UNREAD: dict[str, str] = {
     "PackedProduct._input": SCRATCH,
     "WindowLayers._scratch": SCRATCH,
     "WorkBuffers._scratch": SCRATCH,
+    "ModelRunner._firsts": LAST,
     "ModelRunner._shapes": LAST,
     "ModelRunner.hidden": LAST,
     "BlockAllocator._free": "the numbers of free blocks, in the order of their release",
