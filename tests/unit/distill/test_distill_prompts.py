@@ -160,10 +160,6 @@ class TestReading:
 class TestDataSets:
     """Directories as `datasets.Dataset.save_to_disk` and `datasets.DatasetDict.save_to_disk` write them."""
 
-    @pytest.fixture(autouse=True)
-    def _arrow(self) -> None:
-        pytest.importorskip("pyarrow")
-
     @staticmethod
     def save(directory: Path, *files: list[dict[str, Any]]) -> Path:
         import pyarrow
