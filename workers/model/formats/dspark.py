@@ -17,6 +17,13 @@ from workers.model.formats.draft_vocabulary import read_with_ends
 from workers.model.formats.layer_lists import LIST_KEYS, named_taps
 from workers.model.formats.registry import DraftWeights, register
 
+_GEMMA = "Gemma4"
+_GEMMA_LAYERS = (
+    "layers of Gemma 4 are not computed (norms after attention and MLP, scores without a scale, normalised values, "
+    "GELU, a factor per layer, scaled embeddings): the layers must be Qwen3's"
+)
+"""Why a draft for Gemma 4, such as `deepseek-ai/dspark_gemma4_12b_block7`, is not served."""
+
 
 class DSparkFormat:
     """Checkpoints such as `deepseek-ai/dspark_qwen3_8b_block7`."""
@@ -32,8 +39,10 @@ class DSparkFormat:
         return "block"
 
     def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
-        checkpoint.refuse_unknown_keys(DECODER_KEYS | BLOCK_KEYS | LIST_KEYS)
         architectures = checkpoint.config.get("architectures")
+        if isinstance(architectures, list) and any(str(one).startswith(_GEMMA) for one in architectures):
+            checkpoint.refuse("architectures", _GEMMA_LAYERS)
+        checkpoint.refuse_unknown_keys(DECODER_KEYS | BLOCK_KEYS | LIST_KEYS)
         if not isinstance(architectures, list) or not any("DSpark" in str(one) for one in architectures):
             checkpoint.refuse(
                 "architectures",

@@ -20,6 +20,13 @@ _FIRST = "hydra_mlp.0.0.linear.weight"
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 _ARCHITECTURE, _GROUNDED, _OFFSET = "hydra_head_arch", "grounded_heads", "hidden_state_offset"
 _LAST_TAP: tuple[Tap, ...] = (-1,)
+_WITHOUT_CONTEXT = "must be 'mlp', because heads are served without keys and values of the text's tokens"
+_REFUSED = {
+    "prefix-mlp": f"its heads read a decoder layer over the whole text (prefix_embeding_layer); it {_WITHOUT_CONTEXT}",
+    "cross-attn": f"its heads attend to the whole text; it {_WITHOUT_CONTEXT}",
+    "eagle-attn": f"its heads attend to the whole text; it {_WITHOUT_CONTEXT}",
+}
+"""Why an architecture of heads is not served."""
 
 
 class HydraFormat:
@@ -38,6 +45,9 @@ class HydraFormat:
     def card(self, checkpoint: Checkpoint, taps: Sequence[Tap] = ()) -> DraftDescription:
         """Describe the heads; see `DraftFormat.card`. Their number is that of the stored ones."""
         checkpoint.refuse_unknown_keys((_ARCHITECTURE, _GROUNDED, _OFFSET))
+        architecture = checkpoint.config.get(_ARCHITECTURE)
+        if isinstance(architecture, str) and architecture in _REFUSED:
+            checkpoint.refuse(_ARCHITECTURE, _REFUSED[architecture])
         checkpoint.allow(_ARCHITECTURE, "mlp")
         if checkpoint.config.get(_GROUNDED) is not True:
             checkpoint.refuse(_GROUNDED, "it must be true: heads that read no drafted token are Medusa's")

@@ -111,9 +111,18 @@ def test_sampled_chains_are_drawn_with_the_shared_noise(target: Path, tmp_path: 
     [
         (
             {"hydra_head_arch": "prefix-mlp"},
-            "hydra_head_arch in config.json: 'prefix-mlp' is refused; it must be 'mlp'",
+            r"hydra_head_arch in config.json: 'prefix-mlp' is refused; its heads read a decoder layer over the whole "
+            r"text \(prefix_embeding_layer\); it must be 'mlp'",
         ),
-        ({"hydra_head_arch": "eagle-attn"}, "hydra_head_arch in config.json: 'eagle-attn' is refused"),
+        (
+            {"hydra_head_arch": "cross-attn"},
+            "hydra_head_arch in config.json: 'cross-attn' is refused; its heads attend to the whole text; it must be",
+        ),
+        (
+            {"hydra_head_arch": "eagle-attn"},
+            "hydra_head_arch in config.json: 'eagle-attn' is refused; its heads attend",
+        ),
+        ({"hydra_head_arch": "mlp2"}, "hydra_head_arch in config.json: 'mlp2' is refused; it must be 'mlp'"),
         ({"grounded_heads": False}, "grounded_heads in config.json: False is refused; it must be true"),
         ({"hidden_state_offset": 1}, "hidden_state_offset in config.json: 1 is refused; it must be 0"),
     ],

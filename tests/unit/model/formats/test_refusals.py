@@ -259,6 +259,11 @@ def test_settings_of_dflash2(changes: dict[str, Any], message: str, tmp_path: Pa
     ("changes", "message"),
     [
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures in config.json: .* it must name a DSpark model where"),
+        (
+            {"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text", "attention_k_eq_v": True},
+            r"architectures in config.json: \['Gemma4DSparkModel'\] is refused; layers of Gemma 4 are not computed .*: "
+            "the layers must be Qwen3's",
+        ),
         ({"markov_head_type": "lstm"}, "markov_head_type in config.json: 'lstm' is refused; it must be 'vanilla' or"),
         ({"markov_rank": None}, "markov_rank in config.json: None is refused; it must be set"),
         ({"markov_rank": 0}, "confidence_head_with_markov .* it must be false where markov_rank is 0"),
