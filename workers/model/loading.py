@@ -116,10 +116,10 @@ def load_model(
         target_directory=target_directory,
         trial=Trial(verdict_file(section, tensor_parallel, device)) if trial else None,
     )
-    if section.quantization == "int8" and request.device.type == "cuda":
+    if section.quantization in ("int8", "int4") and request.device.type == "cuda":
         raise ConfigurationError(
-            "quantization: int8 is refused on CUDA, where no weights are quantized; it must be none, or stored for a "
-            "checkpoint with quantized weights"
+            f"quantization: {section.quantization} is refused on CUDA, where no weights are quantized; it must be "
+            "none, or stored for a checkpoint with quantized weights"
         )
     if tensor_parallel > 1:
         if section.load_format == "dummy":

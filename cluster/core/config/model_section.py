@@ -31,8 +31,8 @@ class ModelSection(Section):
     """`auto` runs supported model families on CPU by Pilotfish's own kernels; `off` always runs the PyTorch modules."""
     compile_directory: str | None = None
     """Directory for compiled code that is reused at the next start; unset takes a folder in Pilotfish's cache."""
-    quantization: Literal["none", "int8", "stored"] = "none"
-    """`int8` keeps linear layers in 8 bits and answers as that model; `stored` keeps a checkpoint's bits."""
+    quantization: Literal["none", "int8", "int4", "stored"] = "none"
+    """`int8` and `int4` keep linear layers in 8 or 4 bits and answer as that model; `stored` keeps a checkpoint's."""
 
 
 class PoolSection(Section):

@@ -34,6 +34,8 @@ from workers.model.weight_counts import (
 
 _WITHOUT_KV = {"conv", "linear_attention", "mamba", "mlp", "moe"}
 """Names that configurations give to layers that store no keys and values."""
+_QUANTIZED_BYTES = {"int8": 1, "int4": 5 / 8}
+"""Bytes of a weight by `quantization`. Of 4 bits, each group of 32 has a scale and a minimum of 16 bits."""
 
 
 def configuration_cost(configuration: Configuration, grown_bytes: int = 0) -> Cost:
@@ -98,7 +100,7 @@ def _weight_bytes(section: ModelSection, parameters: int) -> int:
     stored = stored_bytes(Path(section.path), section.dtype) if section.quantization == "stored" else None
     if stored is not None:
         return stored
-    return parameters * (1 if section.quantization == "int8" else DTYPE_BYTES[section.dtype])
+    return int(parameters * _QUANTIZED_BYTES.get(section.quantization, DTYPE_BYTES[section.dtype]))
 
 
 _EXIT, _MTP = "early_exit", "mtp"

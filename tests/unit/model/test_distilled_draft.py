@@ -25,7 +25,7 @@ from workers.model.loading import load_model
 
 REDUCED = (2, 3, 17, 40, 41, 95)
 NORM = "model.norm.weight"
-KINDS = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"))
+KINDS = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4"))
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ def test_the_trial_finds_logits_of_another_size(
         check_logits(model, directory)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", [tiny.llama(num_hidden_layers=12), tiny.qwen3()], ids=["deep llama", "qwen3"])
 def test_correct_kernels_stay_far_below_the_bound(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -207,7 +207,10 @@ def test_a_method_that_is_not_read_is_refused_with_its_name(source: Path, tmp_pa
         load_model(ModelSection(path=str(directory), device="cpu"))
 
 
-def test_int8_is_refused_on_cuda(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantizing_is_refused_on_cuda(
+    quantization: Literal["int8", "int4"], source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loading, "choose_device", lambda *_: torch.device("cuda"))
-    with pytest.raises(ConfigurationError, match="quantization: int8 is refused on CUDA"):
-        load_model(ModelSection(path=str(source), quantization="int8"))
+    with pytest.raises(ConfigurationError, match=f"quantization: {quantization} is refused on CUDA"):
+        load_model(ModelSection(path=str(source), quantization=quantization))

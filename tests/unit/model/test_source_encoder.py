@@ -41,8 +41,8 @@ def read(reader: SourceReader, sources: list[tuple[int, ...]]) -> list[tuple[tor
 
 @pytest.mark.parametrize(
     ("settings", "bound"),
-    [({}, 1e-5), ({"dtype": "bfloat16"}, 0.03), ({"quantization": "int8"}, 1e-3)],
-    ids=["float32", "bfloat16", "int8"],
+    [({}, 1e-5), ({"dtype": "bfloat16"}, 0.03), ({"quantization": "int8"}, 1e-3), ({"quantization": "int4"}, 1e-3)],
+    ids=["float32", "bfloat16", "int8", "int4"],
 )
 def test_keys_values_and_states_are_those_of_the_modules(
     sourced_directory: Path, settings: dict[str, str], bound: float

@@ -39,9 +39,9 @@ class DraftModelSettings(DraftModelSection, ExpansionSettings):
     """Drafted tokens below each expanded node."""
     lookup: Choice[Literal["off", "on"]] = "on"
     """`on` adds tokens that followed the same tokens earlier in the sequence. They need no forward pass."""
-    quantization: Literal["auto", "none", "int8", "stored"] = "auto"  # type: ignore[assignment] # resolved before loading
-    """`int8` stores the weights of linear layers in 8 bits, which takes less time and changes no answer; `auto` does so
-    for a draft with the encoder of its target on a CPU; `stored` keeps a checkpoint's own bits, on CPU."""
+    quantization: Literal["auto", "none", "int8", "int4", "stored"] = "auto"  # type: ignore[assignment] # resolved before loading
+    """`int8` and `int4` store the weights of linear layers in 8 or 4 bits on CPU, which takes less time and changes no
+    answer; `auto` takes int8 for a draft with the encoder of its target; `stored` keeps a checkpoint's own bits."""
     distributions: Choice[Literal["auto", "on", "off"]] = "auto"
     """`on` draws drafts at random in trees of a fixed shape, and sends the distributions that they were drawn from, for
     the acceptance rules `rejection` and `block`. `candidates` siblings are drawn at each depth (1 with `block`), and
@@ -153,7 +153,7 @@ def _check_learning(settings: DraftModelSettings, target: TargetSection, *, is_d
             f"draft.model.distributions: {settings.distributions} and target.acceptance: {target.acceptance}, with "
             "which drafts are drawn at random; distributions must be off",
         ),
-        (settings.quantization == "stored", "draft.model.quantization: stored; it must be none or int8"),
+        (settings.quantization == "stored", "draft.model.quantization: stored; it must be none, int8 or int4"),
         (choose_device(settings.device, 0).type != "cpu", "a draft model on a GPU; draft.model.device must be cpu"),
     )
     for is_wrong, problem in problems:

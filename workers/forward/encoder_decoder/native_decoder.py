@@ -55,7 +55,7 @@ class NativeSourcedDecoder:
         head = packer.matrix(model.lm_head.weight, _head_bias(model))
         self._decoder = packer.stack(decoder, shape, self._layers, head, dtype)
         self._screen: HeadScreen | None = None
-        if dtype is torch.float32 and quantization != "int8" and self._vocabulary >= _LEAST_SCREENED:
+        if dtype is torch.float32 and quantization == "none" and self._vocabulary >= _LEAST_SCREENED:
             self._screen = HeadScreen(model.lm_head.weight, _head_bias(model), library)
             self._decoder.screen = self._screen.address
         decoder.layers = nn.ModuleList()

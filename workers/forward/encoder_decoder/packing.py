@@ -15,7 +15,7 @@ from torch import nn
 from workers.forward.native.attention import KINDS, MOST_DIM, StepHeader
 from workers.forward.native.packed_linear import PackedMatrix, kernel_layout
 from workers.forward.native.structures import Norm, SourcedDecoder, SourcedLayer, SourcedPass
-from workers.forward.weights.choice import stored_as
+from workers.forward.weights.choice import quantized_type, stored_as
 from workers.kv.huge_pages import Arena
 
 _ACTIVATIONS = {"swish": 0, "silu": 0, "relu": 1, "gelu": 2}
@@ -40,7 +40,7 @@ class SourcedPacker:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, quantization: str) -> None:
         self._layout = kernel_layout(library)
-        self._stored = torch.int8 if quantization == "int8" else dtype
+        self._stored = quantized_type(quantization, dtype)
         self._arena = Arena()
         self._kept: list[PackedMatrix | torch.Tensor] = []
 

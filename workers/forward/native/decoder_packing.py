@@ -18,6 +18,7 @@ from workers.forward.native.decoder_shape import DecoderShape, head_norms
 from workers.forward.native.packed_linear import PackedMatrix, gate_up, gate_up_bias, has_rows, kernel_layout
 from workers.forward.native.structures import DecoderLayer, Matrix
 from workers.forward.weights.base import Storage
+from workers.forward.weights.choice import quantized_type
 from workers.forward.weights.modules import StoredEmbedding, take_storage
 from workers.forward.weights.plain import PlainStorage
 from workers.kv.huge_pages import Arena
@@ -46,7 +47,7 @@ class _Packer:
         self._quantization = quantization
         self._vectors: list[torch.Tensor] = []
         """Vectors that the C structures point to."""
-        self._stored = torch.int8 if quantization == "int8" else dtype
+        self._stored = quantized_type(quantization, dtype)
         self._arena = Arena()
 
     def pack(self, model: Any) -> PackedDecoder:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad, rms_norm
 
-from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
 from workers.forward.native.structures import Matrix
 from workers.forward.weights.base import Grouping, KernelLayout, Kind, Storage, Take, pad_rows, taken_rows
-from workers.forward.weights.choice import stored_as
+from workers.forward.weights.choice import STORED_TYPES, stored_as
 from workers.forward.weights.int8 import Int8Storage
 from workers.forward.weights.plain import PlainStorage
 from workers.kv.huge_pages import Arena
@@ -130,10 +129,10 @@ class PackedProduct:
 class PackedLinear:
     """Weights `[out, in]` of one dtype, packed for the CPU kernels, and an optional bias `[out]`. Not thread-safe.
 
-    `dtype` is float32, bfloat16 or int8 (symmetric, one scale per output). In bfloat16 the rows are rounded to bfloat16
-    before the product, if the processor multiplies bfloat16. Without a compiler, or with an odd number of inputs in
-    bfloat16, torch multiplies. `directory` keeps the compiled kernels between starts. Raises `ValueError` for another
-    dtype or a weight that is not on CPU.
+    `dtype` is float32, bfloat16, int8 (symmetric, one scale per output) or `INT4` (4 bits, with a scale and a minimum
+    for each group of inputs). In bfloat16 the rows are rounded to bfloat16 before the product, if the processor
+    multiplies bfloat16. Without a compiler, or with an odd number of inputs in bfloat16, torch multiplies. `directory`
+    keeps the compiled kernels between starts. Raises `ValueError` for another dtype or a weight that is not on CPU.
     """
 
     def __init__(
@@ -145,11 +144,13 @@ class PackedLinear:
         norm: InputNorm | None = None,
     ) -> None:
         """`norm`, if there is one, is applied to the rows first."""
-        if dtype not in KINDS or weight.device.type != "cpu":
-            raise ValueError(f"weights of {dtype} on {weight.device} are refused; only {[*KINDS]} on CPU are packed")
+        if dtype not in STORED_TYPES or weight.device.type != "cpu":
+            raise ValueError(
+                f"weights of {dtype} on {weight.device} are refused; only {[*STORED_TYPES]} on CPU are packed"
+            )
         self.outputs, self.inputs = weight.shape
         self._norm = norm
-        self._dtype = torch.float32 if dtype is torch.int8 else dtype
+        self._dtype = dtype if dtype.is_floating_point else torch.float32
         self._bias = None if bias is None else bias.detach().float()
         library = None if dtype is torch.bfloat16 and self.inputs % 2 else load_library(directory)
         self._packed = None

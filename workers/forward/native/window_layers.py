@@ -89,7 +89,7 @@ class WindowLayers:
     def __init__(
         self, layers: Sequence[LayerWeights], shape: WindowShape, dtype: torch.dtype, library: ctypes.CDLL
     ) -> None:
-        """`dtype` is that of the packed weights: float32, bfloat16 or int8. All widths are even for bfloat16."""
+        """`dtype` is that of the packed weights; see `stored_as`. All widths are even for bfloat16."""
         self._shape = shape
         self._dtype = dtype
         self._inner, self._hidden = layers[0].gate.shape

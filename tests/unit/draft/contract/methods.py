@@ -97,6 +97,11 @@ def _module(kind: str, *taps: int) -> Callable[[Directories], Mapping[str, Any]]
     return settings
 
 
+def _in_4_bits(kind: str, *taps: int) -> Callable[[Directories], Mapping[str, Any]]:
+    """Settings of a method that loads a module of a kind and stores its weights in 4 bits."""
+    return lambda directories: {**_module(kind, *taps)(directories), "weights": "int4"}
+
+
 _SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "num_target_layers": None, "target_layer_ids": [-1, 0, 1]}
 """Keys of a public block drafter that reads the embedding and the layers of a small target."""
 
@@ -151,11 +156,13 @@ CASES = {
     "block:dspark": MethodCase(_dspark, reads_grammar=True),
     "blockwise": MethodCase(_module("heads", 2), reads_grammar=True),
     "eagle": MethodCase(_module("eagle", 1, 2), reads_grammar=True),
+    "eagle:int4": MethodCase(_in_4_bits("eagle", 1, 2), reads_grammar=True),
     "eagle:eagle3": MethodCase(_public_head("eagle3"), reads_grammar=True),
     "eagle:peagle": MethodCase(_public_head("peagle", mask_token_id=VOCABULARY - 1), reads_grammar=True),
     "early_exit": MethodCase(knows_target=True, keeps_sequences=False),
     "heads": MethodCase(_module("heads", 2), reads_grammar=True),
     "model": MethodCase(_draft_model, knows_target=True),
+    "model:int4": MethodCase(lambda found: {**_draft_model(found), "quantization": "int4"}, knows_target=True),
     "model:pard": MethodCase(_parallel_model, reads_grammar=True),
     "model:text": MethodCase(_model_by_text, finds_repetitions=False, for_encoder_decoder=False),
     "none": MethodCase(drafts=False, keeps_sequences=False),

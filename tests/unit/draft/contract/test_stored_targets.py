@@ -21,7 +21,8 @@ from workers.serve.configuration import load_configuration
 pytestmark = pytest.mark.slow
 
 METHODS = ("none", "ngram", "lookahead", "prediction", "model", "heads", "blockwise", "eagle", "block", "early_exit")
-CASES = [*((name, "awq") for name in (*METHODS, "suffix+recycling")), ("none", "fp8"), ("mtp", "fp8")]
+METHODS_ON_AWQ = (*METHODS, "model:int4", "eagle:int4", "suffix+recycling")
+CASES = [*((name, "awq") for name in METHODS_ON_AWQ), ("none", "fp8"), ("mtp", "fp8")]
 """Methods with the format of the target. The layer of `mtp` is read in FP8, and not in 4 bits."""
 REQUESTS = [*RIGHT, NEVER_RIGHT[0], *USUAL[:2]]
 FORMATS = {

@@ -70,11 +70,12 @@ def test_the_hidden_state_before_the_last_token_is_needed_and_may_come_before_th
     assert len(drafter.propose([replace(late, budget=BUDGET, evidence=())])[0].tree) == BUDGET.max_nodes
 
 
-def test_a_row_has_the_same_draft_in_a_batch_and_alone(target: Path, heads: Path) -> None:
+@pytest.mark.parametrize("weights", ["float32", "int4"])
+def test_a_row_has_the_same_draft_in_a_batch_and_alone(weights: str, target: Path, heads: Path) -> None:
     samplings = [SamplingParameters(temperature=0.0), SamplingParameters(temperature=0.9, top_p=0.9, seed=4)]
     rows = [opening(str(number), sampling) for number, sampling in enumerate(samplings)]
-    together = configured(target, heads, weights="float32").propose(rows)
-    alone = [configured(target, heads, weights="float32").propose([row])[0] for row in rows]
+    together = configured(target, heads, weights=weights).propose(rows)
+    alone = [configured(target, heads, weights=weights).propose([row])[0] for row in rows]
     assert [proposal.tree for proposal in together] == [proposal.tree for proposal in alone]
     assert together[0].tree != together[1].tree
 

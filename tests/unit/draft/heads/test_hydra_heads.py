@@ -153,7 +153,7 @@ def test_an_output_head_that_is_no_matrix(tmp_path: Path) -> None:
         read_draft(tmp_path)
 
 
-@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "bfloat16"])
 def test_small_weights_rank_nearly_the_same_tokens(weights: Any, target: Path, tmp_path: Path) -> None:
     draft = public_drafts.write(tmp_path, HYDRA, public_drafts.hydra())
     settings = ModuleSettings(path=str(draft), weights=weights)

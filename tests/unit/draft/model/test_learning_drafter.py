@@ -254,7 +254,7 @@ def test_a_version_of_another_draft_is_refused(target: Path, tmp_path: Path) -> 
         ({"pard_token": 95}, {}, "PARD model; it must draft one token after another"),
         ({}, {"acceptance": "rejection"}, "draft.model.distributions: auto and target.acceptance: rejection"),
         ({}, {"distributions": "on"}, "draft.model.distributions: on and target.acceptance: coupled"),
-        ({}, {"quantization": "stored"}, "draft.model.quantization: stored; it must be none or int8"),
+        ({}, {"quantization": "stored"}, "draft.model.quantization: stored; it must be none, int8 or int4"),
     ],
     ids=["PARD", "a rule that draws", "drawn drafts", "stored bits"],
 )

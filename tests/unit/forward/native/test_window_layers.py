@@ -13,13 +13,13 @@ from torch.nn.functional import linear, rms_norm, silu
 from tests.support.engines.kept_kernels import NARROW, portable
 from workers.forward.native import build, window_layers
 from workers.forward.native.window_layers import LayerWeights, WindowPiece, WindowShape, pack_window_layers
-from workers.forward.weights.int8 import quantize
+from workers.forward.weights.choice import INT4, stored_as
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+DTYPES = (torch.float32, torch.bfloat16, torch.int8, INT4)
 CPU_CODE = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 SHAPES = (WindowShape(4, 2, 16, 1e-5, 10000.0), WindowShape(3, 1, 34, 1e-5, 500.0), WindowShape(6, 2, 64, 1e-5, 1e5))
 """Not all heads fill vectors."""
-LAYERS, HIDDEN, INNER, SLOTS = 2, 52, 70, 40
+LAYERS, HIDDEN, INNER, SLOTS = 2, 56, 72, 40
 
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -65,10 +65,7 @@ def expected(
     """The residual stream in float64, with the weights as the dtype represents them. It writes keys and values."""
 
     def stored(weight: torch.Tensor) -> torch.Tensor:
-        if dtype is not torch.int8:
-            return weight.to(dtype).double()
-        integers, scale = quantize(weight)
-        return integers.double() * scale.double()[:, None]
+        return stored_as(weight, dtype).dequantized().double()
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, (HIDDEN,), weight.double(), shape.epsilon)

@@ -14,7 +14,7 @@ from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.model.formats.registry import read_draft
 from workers.model.fused_taps import fused_width
 
-Weights = Literal["auto", "float32", "bfloat16", "int8"]
+Weights = Literal["auto", "float32", "bfloat16", "int8", "int4"]
 """The types that a module's weights can be stored in."""
 
 LEAST_SEQUENCES = 256
@@ -30,7 +30,7 @@ class ModuleSettings(DraftModuleSection):
 
     weights: Weights = "auto"
     """Type that the module's weights are stored in. `auto` is int8 on a CPU that multiplies integers (AMX, VNNI), else
-    bfloat16. A GPU stores int8 as bfloat16, too."""
+    bfloat16; int4 has a scale and a minimum for each 32 inputs. A GPU stores int8 and int4 as bfloat16, too."""
 
 
 class ContextSettings(PluginSettings):

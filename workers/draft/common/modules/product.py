@@ -10,13 +10,14 @@ from torch.nn.functional import linear
 
 from workers.draft.common.modules.module_settings import Weights
 from workers.forward.native.packed_linear import InputNorm, PackedLinear, has_int8_tiles
+from workers.forward.weights.choice import INT4
 
 Product = Callable[[Tensor], Tensor]
 """Maps float32 [rows, inputs] to float32 [rows, outputs]."""
 MakeProduct = Callable[[Tensor], Product]
 """Makes the product with weights [outputs, inputs]."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": INT4}
 
 
 def stored_type(weights: Weights, directory: str | None) -> torch.dtype:
@@ -29,7 +30,7 @@ def stored_type(weights: Weights, directory: str | None) -> torch.dtype:
 def make_product(
     weight: Tensor, weights: Weights, directory: str | None = None, norm: InputNorm | None = None
 ) -> Product:
-    """The product with `weight` [outputs, inputs], on its device. On a GPU, int8 is computed in bfloat16.
+    """The product with `weight` [outputs, inputs], on its device. On a GPU, int8 and int4 are computed in bfloat16.
 
     `norm`, if there is one, is applied to the rows first. `directory` keeps the compiled CPU kernels.
     """

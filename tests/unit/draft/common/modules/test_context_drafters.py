@@ -52,7 +52,8 @@ def test_what_arrives_piece_by_piece_gives_the_draft_of_the_whole(make: Make, sa
     assert set(whole.tree.tokens) <= set(DRAFT_VOCABULARY)
 
 
-def test_a_batch_gives_the_drafts_of_single_rows(make: Make) -> None:
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
+def test_a_batch_gives_the_drafts_of_single_rows(weights: str, make: Make) -> None:
     rows = [
         row(length, 0, [shown(begin, length - 1)], name=f"{length}", sampling=sampling, budget=budget)
         for length, begin, sampling, budget in (
@@ -61,9 +62,12 @@ def test_a_batch_gives_the_drafts_of_single_rows(make: Make) -> None:
             (33, 20, GREEDY, DraftBudget(1, 1)),
         )
     ]
-    batch = [proposal.tree for proposal in make().propose(rows)]
-    assert batch == [make().propose([one])[0].tree for one in rows]
-    assert [len(tree) for tree in batch][1:] == [3, 1]
+    batch = [(found.tree, found.probabilities) for found in make(weights=weights).propose(rows)]
+    alone = [make(weights=weights).propose([one])[0] for one in rows]
+    assert batch == [(found.tree, found.probabilities) for found in alone]
+    assert [len(tree) for tree, _ in batch][1:] == [3, 1]
+    plain = [found.probabilities for found in make().propose(rows)]
+    assert (plain == [probabilities for _, probabilities in batch]) == (weights == "float32")
 
 
 def test_without_the_hidden_states_before_the_last_token_there_is_no_draft(make: Make) -> None:

@@ -102,7 +102,7 @@ def test_a_selector_ranks_the_candidates_below_each_candidate_before(target: Pat
     assert len(orders) > 2
 
 
-@pytest.mark.parametrize("weights", ["auto", "bfloat16", "int8"])
+@pytest.mark.parametrize("weights", ["auto", "bfloat16", "int8", "int4"])
 def test_reduced_weights_change_confidences_only_a_little(weights: str, target: Path, tmp_path: Path) -> None:
     served, _, _ = heads_in(target, tmp_path, 8, None)
     section = TargetSection(path=str(target), device="cpu")
