@@ -191,17 +191,18 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
         The plan must name `steps` and `report_steps`. Raises as `run` does.
         """
         best, kept = -math.inf, dict[str, Tensor]()
+        trained = {name: one for name, one in self._module.named_parameters() if one.requires_grad}
 
         def measure(_: State | None = None) -> None:
             nonlocal best
             found = self.measure(measured).tokens_per_step
             if found > best:
                 best = found
-                kept.update({name: value.clone() for name, value in self._module.state_dict().items()})
+                kept.update({name: one.detach().clone() for name, one in trained.items()})
 
         measure()
         self.run(texts, measure, math.inf)
-        self._module.load_state_dict(kept)
+        self._module.load_state_dict(kept, strict=False)
 
     def _step(self, texts: Texts, batch: Batch, optimizers: Sequence[torch.optim.Optimizer]) -> Tensor:
         loss, reported = self._losses(texts, batch)

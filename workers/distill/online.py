@@ -19,6 +19,8 @@ from workers.distill.answers import Answer
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
+from workers.distill.eagle3.served import train_served
+from workers.distill.eagle3.training import RollOutPlan
 from workers.distill.loop import EarlyStopping, TrainingPlan
 from workers.distill.modules.learner import ModulePlan, ModuleTraining, TappedModule, measure
 from workers.model.drafting.block import BlockDrafter
@@ -27,7 +29,7 @@ from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule, with_parameters
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.public import PublicModule
-from workers.model.public_shapes import MaskedBlockShape
+from workers.model.public_shapes import FeatureShape, MaskedBlockShape
 
 _SHARED = ("selector.", "output_norm")
 """Begins the names of parameters that all weights of a served draft have in common. They are not trained."""
@@ -62,6 +64,11 @@ class OnlinePlan:
     learning_rate: float = 3e-4
     seed: int = 0
 
+    @property
+    def report_steps(self) -> int:
+        """Steps between two states that are measured."""
+        return max(1, self.steps // self.measures)
+
     def training(self, longest: int) -> TrainingPlan:
         """The plan of a training in float32 on texts of at most `longest` tokens."""
         return TrainingPlan(
@@ -85,10 +92,10 @@ def train_online(
 ) -> Mapping[str, Tensor]:
     """The parameters of a module after a training that begins with `parameters`. The module stays as it is.
 
-    The loss is the cross entropy of the committed tokens along paths of drafted ones; of a DSpark drafter it is the one
-    of its own training. Of the states that it passes, the one that predicts `left_out` best is kept; without any, the
-    last one. Raises `ValueError` without a position to learn from, and `ConfigurationError` for a module that does not
-    learn.
+    The loss is the cross entropy of the committed tokens along paths of drafted ones; of a DSpark drafter and of an
+    EAGLE-3 head it is the one of its own training. Of the states that it passes, the one that predicts `left_out` best
+    is kept; without any, the last one. Raises `ValueError` without a position to learn from, and `ConfigurationError`
+    for a module that does not learn.
     """
     served = _ServedTaps()
     trained, measured = (
@@ -98,6 +105,17 @@ def train_online(
         raise ValueError("texts: none has a position to learn from")
     if isinstance(module, PublicModule) and isinstance(module.shape, MaskedBlockShape):
         return _train_spark(module.shape, parameters, ends, (trained, measured), served, plan)
+    if isinstance(module, PublicModule) and isinstance(module.shape, FeatureShape):
+        roll_outs = RollOutPlan(
+            learning_rate=plan.learning_rate,
+            weight_decay=0.0,
+            is_bfloat16=False,
+            steps=plan.steps,
+            report_steps=plan.report_steps,
+            batch_tokens=plan.batch_tokens,
+            seed=plan.seed,
+        )
+        return train_served(module.shape, parameters, ends, (trained, measured), served.of, roll_outs)
     if not isinstance(module, MedusaHeads | EagleHead | BlockDrafter):
         raise ConfigurationError(f"draft.learn: {type(module).__name__} does not learn")
     module = with_parameters(module, parameters)
@@ -139,7 +157,7 @@ def _train_spark(
         learning_rate=plan.learning_rate,
         is_bfloat16=False,
         steps=plan.steps,
-        report_steps=max(1, plan.steps // plan.measures),
+        report_steps=plan.report_steps,
         rows=rows,
         blocks=min(longest, max(2, plan.blocks // rows)),
         trees=(),

@@ -37,6 +37,21 @@ class Mlp(nn.Module):
         return found
 
 
+class Turn:
+    """Rotary positions [..., tokens] of the elements of a head."""
+
+    def __init__(self, positions: Tensor, steps: Tensor, factor: float) -> None:
+        """`steps` [head width / 2] and `factor` are those of `rotary_steps`."""
+        angles = positions.float().unsqueeze(-1) * steps
+        self._cosine, self._sine = (angles.cos() * factor).unsqueeze(-2), (angles.sin() * factor).unsqueeze(-2)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Rotate [..., tokens, heads, head width], halves paired as in Llama. Returns float32."""
+        low, high = states.float().chunk(2, dim=-1)
+        turned = [low * self._cosine - high * self._sine, high * self._cosine + low * self._sine]
+        return torch.cat(turned, dim=-1)
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Attention [rows, heads, tokens, head width] with a mask, all heads with keys of their own.
 

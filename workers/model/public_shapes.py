@@ -118,6 +118,21 @@ class FeatureShape:
     depths: int = 0
     """Most tokens that one pass predicts; 0 without a mask token."""
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether `Eagle3Head` trains it: EAGLE-3 or EAGLE-3.1 with one Llama layer without biases."""
+        body = self.body
+        plain = FeatureShape(
+            replace(body, layers=1, has_qkv_bias=False, has_output_bias=False, has_head_norms=False),
+            "wide",
+            max(1, self.taps),
+            self.target_hidden_size,
+            self.tap_norm,
+            keeps_normed_residual=self.keeps_normed_residual,
+            feeds_normed=self.feeds_normed,
+        )
+        return self == plain
+
     def tensors(self) -> Sizes:
         """The tensors of the head, without embedding and output head."""
         size, joint = self.body.hidden_size, self.taps * self.target_hidden_size

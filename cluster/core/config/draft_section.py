@@ -80,9 +80,9 @@ class DraftSection(PluginHost):
     timeout_seconds: Seconds = 0.5
     """Longest wait for a proposal of a drafter, in seconds; then the round continues without drafts."""
     learn: Choice[Literal["off", "on"]] = "off"
-    """`on` trains the draft, heads, an EAGLE head, a block drafter or a draft model on CPU, on the texts it drafts for,
-    while no request runs, and drafts with new weights that save steps of the target. What one client's texts teach
-    drafts for that client only. It needs `pilotfish[distill]`."""
+    """`on` trains the draft, heads, an EAGLE or EAGLE-3 head, a block drafter or a draft model on CPU, on the texts it
+    drafts for, while no request runs, and drafts with new weights that save steps of the target. What one client's
+    texts teach drafts for that client only. It needs `pilotfish[distill]`."""
     learn_from: Literal["keys", "all"] = "keys"
     """Whose texts are learned from: `keys`: of clients whose line in the API key file has `learn`; `all`: of every
     client. Requests with `store: false` are left out."""

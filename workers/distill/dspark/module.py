@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.parts import Mlp, Norm, attend, run_layer
+from workers.distill.parts import Mlp, Norm, Turn, attend, run_layer
 from workers.distill.peers import whole
 from workers.model.drafting.public import rotary_steps
 from workers.model.formats.registry import DraftWeights
@@ -34,20 +34,6 @@ class Blocks:
     """[rows, blocks, slots] int64: the anchor and the text after it. A slot predicts the token after its own."""
 
 
-class _Turn:
-    """Rotary positions [rows, tokens] of the elements of a head."""
-
-    def __init__(self, positions: Tensor, steps: Tensor, factor: float) -> None:
-        angles = positions.float().unsqueeze(-1) * steps
-        self._cosine, self._sine = (angles.cos() * factor).unsqueeze(2), (angles.sin() * factor).unsqueeze(2)
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """Rotate [rows, tokens, heads, head width], halves paired as in Llama."""
-        low, high = states.float().chunk(2, dim=-1)
-        turned = [low * self._cosine - high * self._sine, high * self._cosine + low * self._sine]
-        return torch.cat(turned, dim=-1)
-
-
 class _Attention(nn.Module):
     def __init__(self, body: DecoderShape) -> None:
         super().__init__()
@@ -59,7 +45,7 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(queries, size, bias=False)
         self.q_norm, self.k_norm = Norm(body.head_width, body.norm_epsilon), Norm(body.head_width, body.norm_epsilon)
 
-    def forward(self, inputs: Tensor, context: Tensor, turns: tuple[_Turn, _Turn], mask: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, context: Tensor, turns: tuple[Turn, Turn], mask: Tensor) -> Tensor:
         """`inputs` [rows, slots, hidden size] attend to `context` [rows, tokens, hidden size] and to themselves.
 
         `turns` are the rotations of slots and context. `mask` [rows, 1, slots, tokens + slots] is added to scores.
@@ -92,7 +78,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = Norm(body.hidden_size, body.norm_epsilon)
         self.mlp = Mlp(body.hidden_size, body.intermediate_size)
 
-    def forward(self, residual: Tensor, context: Tensor, turns: tuple[_Turn, _Turn], mask: Tensor) -> Tensor:
+    def forward(self, residual: Tensor, context: Tensor, turns: tuple[Turn, Turn], mask: Tensor) -> Tensor:
         residual = residual + self.self_attn(self.input_layernorm(residual), context, turns, mask)
         added: Tensor = self.mlp(self.post_attention_layernorm(residual))
         return residual + added
@@ -170,7 +156,7 @@ class SparkModule(nn.Module):
         residual = torch.cat([self._embedding[blocks.tokens[:, :, :1]], masks], dim=2).float().flatten(1, 2)
         places = torch.arange(taps.shape[1], device=taps.device)
         own = (blocks.anchors.unsqueeze(2) + torch.arange(slots, device=taps.device)).flatten(1)
-        turns = _Turn(own, self._steps, self._factor), _Turn(places.unsqueeze(0), self._steps, self._factor)
+        turns = Turn(own, self._steps, self._factor), Turn(places.unsqueeze(0), self._steps, self._factor)
         mask = _mask(blocks, places, self.fc_type(context))
         for layer in self.layers:
             residual = run_layer(layer, residual, context, turns, mask, recomputes=recomputes)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.parts import Mlp, Norm, attend, run_layer
+from workers.distill.parts import Mlp, Norm, Turn, attend, run_layer
 from workers.distill.peers import whole
-from workers.model.drafting.layer import rotate
+from workers.model.drafting.public import rotary_steps
 from workers.model.formats.registry import DraftWeights
 from workers.model.public_shapes import FeatureShape
 
@@ -35,14 +35,12 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(2 * body.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, body.hidden_size, bias=False)
 
-    def forward(
-        self, inputs: Tensor, positions: Tensor, context: Context, mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        body, theta = self._body, self._body.rope.theta
+    def forward(self, inputs: Tensor, turn: Turn, context: Context, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        body = self._body
         split = (*inputs.shape[:-1], -1, body.head_width)
-        queries = rotate(self.q_proj(inputs).view(split), positions, theta)
-        keys = rotate(self.k_proj(inputs).view(split), positions, theta)
         values = self.v_proj(inputs).view(split)
+        queries = turn(self.q_proj(inputs).view(split)).to(values.dtype)
+        keys = turn(self.k_proj(inputs).view(split)).to(values.dtype)
         groups = body.heads // body.kv_heads
         # Each head with keys of its own: with a mask, no fused kernel of CUDA groups queries.
         all_keys, all_values = (
@@ -69,12 +67,14 @@ class Eagle3Head(nn.Module):
         """`rows` is the number of tokens that it can propose. Raises `ConfigurationError` for another shape."""
         super().__init__()
         body = shape.body
-        if shape.entry != "wide" or body.layers != 1 or shape.mask_token is not None or body.rope.kind != "default":
+        if not shape.is_trainable:
             raise ConfigurationError(f"shape: {shape} is refused; it must be an EAGLE-3 head of one Llama layer")
         self.shape = shape
         size, epsilon = body.hidden_size, body.norm_epsilon
         if shape.tap_norm == "each":
             self.fc_norm = nn.ModuleList(Norm(shape.target_hidden_size, epsilon) for _ in range(shape.taps))
+        if shape.tap_norm == "joint":
+            self.input_norm = Norm(shape.taps * shape.target_hidden_size, epsilon)
         self.fc = nn.Linear(shape.taps * shape.target_hidden_size, size, bias=False)
         self.embedding_norm, self.feature_norm = Norm(size, epsilon), Norm(size, epsilon)
         self.layers = nn.ModuleList([_Layer(shape)])
@@ -86,6 +86,8 @@ class Eagle3Head(nn.Module):
         if self.shape.tap_norm == "each":
             parts = taps.chunk(self.shape.taps, dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if self.shape.tap_norm == "joint":
+            taps = self.input_norm(taps)
         found: Tensor = self.fc(taps.to(self.fc.weight.dtype))
         return found
 
@@ -94,7 +96,8 @@ class Eagle3Head(nn.Module):
 
         This is EAGLE-3's training-time test: a head drafts several steps from its own outputs, all rows at once. The
         input at position i is the feature of i and the embedding of the token at i + 1; the output predicts the token
-        at i + 2. At depth d, the feature is the head's own output of depth d - 1 at i - 1. The input then attends to
+        at i + 2. At depth d, the feature is the head's own output of depth d - 1 at i - 1 (EAGLE-3.1: the normalised
+        output, where `feeds_normed` says so). The input then attends to
         the target's features up to i - d, and after them to one position of each earlier depth: what it would have
         drafted itself.
 
@@ -104,6 +107,8 @@ class Eagle3Head(nn.Module):
         """
         features = self.features(taps)
         places = torch.arange(features.shape[1], device=features.device)
+        body = self.shape.body
+        turn = Turn(places, *rotary_steps(body.rope, body.head_width, features.device))
         behind = places.unsqueeze(1) - places  # [tokens, tokens] How far a position is before another one.
         context: list[tuple[Tensor, Tensor]] = []
         outputs: list[Tensor] = []
@@ -112,20 +117,21 @@ class Eagle3Head(nn.Module):
             mask = torch.cat([behind >= depth, *own], dim=1)
             # The context of this depth: what is computed again must not see later ones.
             seen = tuple(context)
-            output, keys, values = run_layer(self._step, features, following, places, seen, mask, recomputes=recomputes)
+            output, keys, values = run_layer(self._step, features, following, turn, seen, mask, recomputes=recomputes)
             context.append((keys, values))
             outputs.append(output)
-            features = torch.cat([output[:, :1], output[:, :-1]], dim=1)
+            fed = self.norm(output) if self.shape.feeds_normed else output
+            features = torch.cat([fed[:, :1], fed[:, :-1]], dim=1)
         return outputs
 
     def _step(
-        self, features: Tensor, following: Tensor, positions: Tensor, context: Context, mask: Tensor
+        self, features: Tensor, following: Tensor, turn: Turn, context: Context, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs [rows, tokens, hidden size], and the keys and values of this pass.
 
-        `features` and `following` [rows, tokens, hidden size] are features at `positions` [tokens] and embeddings of
-        the tokens one position later. `mask`, bool and broadcast to [rows, heads, tokens, context + tokens], is true
-        where a token attends to. An output is the feature of the next position.
+        `features` and `following` [rows, tokens, hidden size] are features at the positions that `turn` rotates by, and
+        embeddings of the tokens one position later. `mask`, bool and broadcast to [rows, heads, tokens, context +
+        tokens], is true where a token attends to. An output is the feature of the next position.
         """
         features = features.float()
         normed = self.feature_norm(features)
@@ -134,7 +140,7 @@ class Eagle3Head(nn.Module):
         if not isinstance(layer, _Layer):
             raise TypeError(f"layers: {type(layer).__name__} is refused; it must be _Layer")
         inputs = torch.cat([self.embedding_norm(following), normed], dim=-1)
-        attended, keys, values = layer.self_attn(inputs, positions, context, mask)
+        attended, keys, values = layer.self_attn(inputs, turn, context, mask)
         residual = residual + attended
         return residual + layer.mlp(layer.post_attention_layernorm(residual)), keys, values
 

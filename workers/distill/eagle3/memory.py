@@ -88,7 +88,7 @@ def roll_out_memory(
         return 2 * residual + 2 * HALF * inputs * keys + (depth + 1) * square if recomputes else layer(depth)
 
     texts = batch.rows * batch.length * text_bytes(shape)
-    stem = texts + residual + inputs * wide * (HALF + (FLOAT if shape.tap_norm == "each" else 0))
+    stem = texts + residual + inputs * wide * (HALF + (FLOAT if shape.tap_norm != "none" else 0))
     logits = FLOAT * drafted * batch.vocabulary
     losses = batch.depths * (2 * logits + (FLOAT + HALF) * drafted * hidden + HALF * batch.vocabulary * hidden)
     whole, stored = 0 if ranks == 1 else FLOAT * size.parameters, text_tokens * text_bytes(shape)

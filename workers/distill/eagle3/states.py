@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -56,16 +56,9 @@ class TextStates:
 
         `target` is a decoder-only model of `transformers`, or a `StoredTarget`; see `read_states` for `taps`.
         """
-        rows = [(*answer.prompt, *answer.answer)[:max_length] for answer in answers]
-        own = range(part[0], len(rows), part[1])
-        weight = target.get_output_embeddings().weight
-        total, size = sum(len(rows[row]) for row in own), int(target.config.hidden_size)
-        self.lengths = [len(row) for row in rows]
-        self._prompts = [len(answer.prompt) for answer in answers]
-        self._starts = dict(zip(own, accumulate((len(rows[row]) for row in own), initial=0), strict=False))
-        self._tokens = torch.tensor([token for row in own for token in rows[row]], device=weight.device)
-        self._taps = torch.empty((total, len(taps) * size), dtype=weight.dtype, device=weight.device)
-        self._final = torch.empty((total, size), dtype=weight.dtype, device=weight.device)
+        weight, size = target.get_output_embeddings().weight, int(target.config.hidden_size)
+        own = range(part[0], len(answers), part[1])
+        self._allocate(answers, own, max_length, (len(taps) * size, size), weight)
         factor = logit_factor(target.config)
         for batch in by_length([self.lengths[row] for row in own], batch_tokens):
             chosen = [own[number] for number in batch]
@@ -73,6 +66,33 @@ class TextStates:
             states, final = read_states(target, [answers[row] for row in chosen], self._tokens[indices], taps)
             self._taps[indices[is_token]] = states[is_token]
             self._final[indices[is_token]] = final[is_token] * factor
+
+    @classmethod
+    def shown(cls, answers: Sequence[Answer], states: Callable[[Answer], Tensor]) -> TextStates:
+        """Whole answers whose taps [tokens, taps x hidden size] are known as `states`, and no last hidden states."""
+        found = cls.__new__(cls)
+        taps = [states(answer) for answer in answers]
+        longest = max(len(answer.prompt) + len(answer.answer) for answer in answers)
+        found._allocate(answers, range(len(answers)), longest, (taps[0].shape[1], 0), taps[0])
+        torch.cat(taps, out=found._taps)
+        return found
+
+    def _allocate(
+        self, answers: Sequence[Answer], own: range, max_length: int, widths: tuple[int, int], like: Tensor
+    ) -> None:
+        """Store the tokens of the texts with the numbers `own`, and what is to be known of all others.
+
+        Memory for taps and last hidden states, of these widths, is of the type and device of `like`.
+        """
+        rows = [(*answer.prompt, *answer.answer)[:max_length] for answer in answers]
+        total = sum(len(rows[row]) for row in own)
+        self.lengths = [len(row) for row in rows]
+        self._prompts = [len(answer.prompt) for answer in answers]
+        self._starts = dict(zip(own, accumulate((len(rows[row]) for row in own), initial=0), strict=False))
+        self._tokens = torch.tensor([token for row in own for token in rows[row]], device=like.device)
+        self._taps, self._final = (
+            torch.empty((total, width), dtype=like.dtype, device=like.device) for width in widths
+        )
 
     @property
     def tokens(self) -> int:

@@ -87,8 +87,7 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         first = torch.full((batch.tokens.shape[0] * (batch.tokens.shape[1] - 2),), -1)
         first[drafted[0]] = torch.arange(len(drafted[0]))
         device = batch.tokens.device
-        final = batch.final[:, 1:-1].flatten(0, 1)[drafted[0].to(device, non_blocking=True)]
-        wanted = target_probabilities(self._target, final, self._vocabulary)
+        wanted = self._wanted(batch, drafted[0].to(device, non_blocking=True))
         counts = torch.tensor([len(places) for places in drafted], dtype=torch.float32)
         counts = self._peers.summed(counts.to(device, non_blocking=True))
         weights = (counts > 0) * plan.decay ** torch.arange(plan.depths, device=device)
@@ -100,6 +99,14 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
             goal = wanted[first[drafted[depth]].to(device, non_blocking=True)]
             loss = loss + weights[depth] * roll_out_loss(logits, goal, plan.loss)
         return loss, loss.reshape(1)
+
+    def _wanted(self, batch: TextBatch, places: Tensor) -> Tensor:
+        """The target's probabilities [places, draft vocabulary] of the tokens that outputs at some places predict.
+
+        `places` are positions among [rows x (length - 2)]. A row sums to less than one where the target has other
+        tokens.
+        """
+        return target_probabilities(self._target, batch.final[:, 1:-1].flatten(0, 1)[places], self._vocabulary)
 
     def _outputs(self, batch: TextBatch) -> list[Tensor]:
         """The outputs of each depth at all positions of a batch but the last one."""

@@ -166,6 +166,9 @@ def load_eagle_drafter(
         return EagleTreeDrafter(heads, loaded.shortlist, taps, draft, memory, limits)
     head = FeaturePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
     if not head.depths:
-        return EagleTreeDrafter(PassOfSalt(head), loaded.shortlist, taps, draft, memory, limits)
+        heads = PassOfSalt(head)
+        if draft.learn == "on" and head.is_trainable:
+            heads = LearnedModules(head, loaded.module, loaded, head.with_weights)
+        return EagleTreeDrafter(heads, loaded.shortlist, taps, draft, memory, limits)
     ranker = PathRanker(loaded.ends, None, lambda _: head.logits, loaded.shortlist)
     return ParallelTreeDrafter(head, ranker, taps, draft, memory, TreeForm(limits.siblings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -37,21 +38,33 @@ class FeaturePass:
         self.vocabulary_size = len(ends.embedding)
         self.device = ends.embedding.device
         self._ends = ends
-        self._entry = BiasedProduct(module, ["fc"], weights, directory)
-        self._layers = DecoderStack(module, body, weights, directory)
+        self._stored: tuple[Weights, str | None] = weights, directory
+        self._pack(module)
         self._head = make_product(ends.head, weights, directory)
-        self._embedding_norm, self._feature_norm, self._output_norm = map(
-            module.norm, ("embedding_norm", "feature_norm", "norm")
-        )
-        self._fuse = public_fusion(module, self._entry) if shape.taps else None
         hidden = module.get(MASK_HIDDEN)
         self._mask = None
         if shape.mask_token is not None and hidden is not None:
             self._mask = shape.mask_token, self.features(hidden.view(1, shape.taps, -1))
         self.context_shape = ContextShape(body.layers, body.kv_heads, body.head_width, 0, WHOLE_TEXT, scratch)
         """What is kept of each position; there is no feature."""
+        self.is_trainable = shape.is_trainable
+        """Whether its weights can be learned."""
         self.depths = shape.depths
         """Tokens that one pass predicts with mask tokens; 0 for a head that drafts token by token."""
+
+    def with_weights(self, module: PublicModule) -> FeaturePass:
+        """Passes with the weights of `module`, a head without a mask token; both share embedding and output head."""
+        other = copy(self)
+        other._pack(module)
+        return other
+
+    def _pack(self, module: PublicModule) -> None:
+        self._entry = BiasedProduct(module, ["fc"], *self._stored)
+        self._layers = DecoderStack(module, self._shape.body, *self._stored)
+        self._embedding_norm, self._feature_norm, self._output_norm = map(
+            module.norm, ("embedding_norm", "feature_norm", "norm")
+        )
+        self._fuse = public_fusion(module, self._entry) if self._shape.taps else None
 
     @property
     def mask(self) -> tuple[int, Tensor]:

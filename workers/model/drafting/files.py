@@ -42,7 +42,7 @@ from workers.model.encoder_decoder.ends import DecoderEnds, read_decoder_ends
 from workers.model.formats.checkpoint import CONFIG, Checkpoint
 from workers.model.formats.medusa import write_medusa
 from workers.model.formats.pilotfish import SCALE, restored
-from workers.model.formats.registry import DraftWeights, read_draft, read_weights
+from workers.model.formats.registry import DraftWeights, read_draft, read_weights, with_stored_names
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape, MedusaShape, PublicShape
 from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
 from workers.model.tensor_file import in_bfloat16, write_tensors
@@ -258,6 +258,7 @@ def save_with_parameters(source: Path, directory: Path, parameters: Mapping[str,
     They are stored in bfloat16. Its card, configurations and tokenizer, and its vocabulary or own ends, are copied.
     Raises `OSError` and `ModelLoadError`.
     """
+    parameters = with_stored_names(source, parameters)
     stored, others = _what_stays(source, parameters)
     for file in _copied_files(source):
         shutil.copyfile(file, directory / file.name)
@@ -267,6 +268,7 @@ def save_with_parameters(source: Path, directory: Path, parameters: Mapping[str,
 
 def saved_bytes(source: Path, parameters: Mapping[str, Tensor]) -> int:
     """Most bytes that `save_with_parameters` writes. Raises `OSError` and `ModelLoadError`."""
+    parameters = with_stored_names(source, parameters)
     stored, others = _what_stays(source, parameters)
     own = sum(value.numel() for value in parameters.values()) * torch.bfloat16.itemsize
     header = (len(parameters) + len(others) + 1) * _ENTRY_BYTES

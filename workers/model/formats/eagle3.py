@@ -64,6 +64,10 @@ class Eagle3Format:
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
         return self._layout(checkpoint).weights(checkpoint, card)
 
+    def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
+        """The name in the files of a tensor of the shape."""
+        return self._layout(checkpoint).stored(name)
+
     def _layout(self, checkpoint: Checkpoint) -> Eagle3Layout:
         first = next(one for one in _FIRST if f"{one}hidden_norm.weight" in checkpoint.sizes)
         is_legacy = f"{_LEGACY_NORMS[0]}.weight" in checkpoint.sizes

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from cluster.core.drafting import Tap
 from cluster.core.errors import ModelLoadError
@@ -61,6 +61,14 @@ class DraftFormat(Protocol):
         """Read the tensors of a draft whose card was read. Raises `ModelLoadError`."""
 
 
+@runtime_checkable
+class NamesTensors(DraftFormat, Protocol):
+    """A format whose files name the tensors of a module otherwise than its shape does."""
+
+    def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
+        """The name in the files of the tensor that the shape calls `name`."""
+
+
 _FORMATS: dict[str, DraftFormat] = {}
 FormatType = TypeVar("FormatType", bound=DraftFormat)
 
@@ -100,6 +108,17 @@ def read_weights(directory: Path, card: DraftDescription) -> DraftWeights:
     """Read the tensors of a draft with its card. Raises `ModelLoadError`."""
     found = _format_of(directory)
     return found[0].weights(found[1], card)
+
+
+def with_stored_names(directory: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors by the names that the files of the draft in a directory give them, from those of its shape.
+
+    Raises `ModelLoadError` for broken files.
+    """
+    form, checkpoint = find_format(directory) or (None, None)
+    if checkpoint is None or not isinstance(form, NamesTensors):
+        return tensors
+    return {form.stored_name(checkpoint, name): value for name, value in tensors.items()}
 
 
 def _format_of(directory: Path) -> tuple[DraftFormat, Checkpoint]:

@@ -85,6 +85,10 @@ class SpeculatorsFormat:
             return DraftWeights(checkpoint.weights(checkpoint.sizes))
         return _LAYOUT.weights(checkpoint, card) if card.kind == "eagle" else read_with_ends(checkpoint, card)
 
+    def stored_name(self, checkpoint: Checkpoint, name: str) -> str:
+        """The name in the files of a tensor of the shape."""
+        return _LAYOUT.stored(name) if _type(checkpoint) in _HEADS_OF_FEATURES else name
+
 
 def _type(checkpoint: Checkpoint) -> str:
     found, known = checkpoint.config[_TYPE], (*_HEADS_OF_FEATURES, *_BLOCKS, _MTP)

@@ -47,13 +47,14 @@ DRAFTS: dict[str, tuple[tuple[int, ...], Shape | None, dict[str, Any]]] = {
     "eagle": ((1, 2), EagleShape(LAYER), {"candidates": 1, "width": 1}),
     "block": ((1, 2), BlockShape(LAYER, block=3, selector_rank=0), {"candidates": 1}),
     "dspark": ((0, 1, 2), None, {"candidates": 1}),
+    "eagle3": ((0, 1, 2), None, {"candidates": 1, "width": 1}),
     "model": ((), None, MODEL | {"compile_directory": str(KEPT)}),
     "distilled": ((), None, MODEL | {"compile_directory": str(KEPT)}),
 }
 """By kind: the taps, the shape of the module, and settings with which drafts are chains."""
 COMMAND = (sys.executable, "-m", "deploy.distillation.learner_process", "normal")
 """The learner's process with the usual priority, so that a loaded machine does not delay the test."""
-METHODS = {"dspark": "block", "distilled": "model"}
+METHODS = {"dspark": "block", "eagle3": "eagle", "distilled": "model"}
 """The methods of kinds with other names."""
 Message = TypeVar("Message", Task, Candidate)
 
@@ -72,6 +73,13 @@ class Served:
             tiny.save(draft, tiny.llama(), seed=5, sharpness=1.0)
         elif kind == "distilled":
             distilled_draft.save(target, draft, (1,), vocabulary)
+        elif kind == "eagle3":  # as its authors store it: of a reduced vocabulary, in a file of `torch.save`
+            config = public_drafts.LLAMA | {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "draft_vocab_size": len(public_drafts.DRAFTED),
+                "eagle_aux_hidden_state_layer_ids": list(taps),
+            }
+            public_drafts.write(draft, config, public_drafts.eagle3(), "pytorch_model.bin")
         elif shape is None:
             tensors = public_drafts.spark()
             tensors["markov_head.markov_w2.weight"].zero_()  # its corrections would have to be unlearned first

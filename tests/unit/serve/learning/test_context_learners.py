@@ -20,7 +20,7 @@ KEY = salt_key("a/")
 Weights = Mapping[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=["eagle", "block", "dspark", "model", "distilled"])
+@pytest.fixture(scope="module", params=["eagle", "block", "dspark", "eagle3", "model", "distilled"])
 def taught(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, Weights]:
     """A target that has answered one client's prompts again and again, and weights that its draft learned from that."""
     torch.set_num_threads(1)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from cluster.core.errors import ConfigurationError
 from cluster.core.verification import StepBatch, StepResult
@@ -36,8 +35,7 @@ from tests.unit.serve.learning.served import (
 )
 from workers.draft.common.learning import salt_key
 from workers.draft.common.modules.learned_modules import LearnedModules
-from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS
-from workers.model.formats.registry import read_draft
+from workers.model.draft_card import CARD
 from workers.serve.configuration import load_configuration
 from workers.serve.learning.learner import Learner, start_learner
 from workers.serve.learning.messages import Candidate, Task
@@ -342,7 +340,7 @@ def test_a_rollback_is_followed_during_a_training(served: Served, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("served", ["heads", "dspark", "model"], indirect=True)
+@pytest.mark.parametrize("served", ["heads", "dspark", "eagle3", "model"], indirect=True)
 def test_a_stored_version_is_a_draft_that_a_server_can_load(served: Served, tmp_path: Path) -> None:
     for _ in range(TIMES):
         served.serve()
@@ -376,34 +374,6 @@ def test_a_draft_of_other_sizes_in_the_directory_is_left_out(served: Served, tmp
     assert trees(served.serve()) == trees(before)
 
 
-@pytest.mark.parametrize("kind", ["heads", "eagle", "block", "dspark"])
-def test_a_stored_version_has_the_format_of_the_draft_and_is_read_again(tmp_path: Path, kind: str) -> None:
-    """Own formats have a reduced vocabulary here, and the public one an output head of its own."""
-    served = Served(tmp_path, kind, vocabulary=range(0, 96, 2))
-    draft, version = tmp_path / kind, tmp_path / "version"
-    if kind == "dspark":
-        save_file(load_file(draft / WEIGHTS) | {"lm_head.weight": torch.ones(96, 48)}, draft / WEIGHTS)
-    weights = {name: value.bfloat16().float() * 2 for name, value in served.weights.of("").items()}
-    version.mkdir()
-    served.weights.save(version, weights)
-    found = served.weights.read(version)
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
-    written = sum(file.stat().st_size for file in version.iterdir())
-    assert written <= served.weights.saved_bytes <= written + 256 * (len(load_file(version / WEIGHTS)) + 1)
-    assert read_draft(version) == read_draft(draft)
-    others = load_file(draft / WEIGHTS).keys() - weights.keys()
-    assert others == {"lm_head.weight" if kind == "dspark" else VOCABULARY}
-    assert all(torch.equal(load_file(version / WEIGHTS)[name], load_file(draft / WEIGHTS)[name]) for name in others)
-
-
-def test_a_version_cannot_be_stored_without_the_files_of_the_draft(served: Served, tmp_path: Path) -> None:
-    (tmp_path / "heads" / WEIGHTS).unlink()
-    (tmp_path / "version").mkdir()
-    with pytest.raises(ValueError, match="heads': it has no weights"):
-        served.weights.save(tmp_path / "version", served.weights.of(""))
-
-
 def test_learned_weights_take_no_more_memory_than_allowed(served: Served, tmp_path: Path) -> None:
     """The client whose version was chosen first drafts with the weights of the files, until it learns again."""
     versions = Versions(tmp_path / "versions", served.weights)
@@ -425,8 +395,9 @@ def test_learned_weights_take_no_more_memory_than_allowed(served: Served, tmp_pa
     [
         (
             "eagle",
-            public_drafts.speculators_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
-            public_drafts.eagle3("layers.0."),
+            public_drafts.speculators_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+            | {"transformer_layer_config": public_drafts.LLAMA | {"num_hidden_layers": 2}},
+            public_drafts.eagle3("layers.0.", layers=2),
         ),
         ("block", public_drafts.speculators_block("dflash"), public_drafts.block()),
         (
@@ -435,7 +406,7 @@ def test_learned_weights_take_no_more_memory_than_allowed(served: Served, tmp_pa
             public_drafts.spark(confidence="hidden"),
         ),
     ],
-    ids=["EAGLE-3", "DFlash", "DSpark with another confidence head"],
+    ids=["EAGLE-3 of two layers", "DFlash", "DSpark with another confidence head"],
 )
 def test_drafts_that_cannot_be_trained_are_refused(
     tmp_path: Path, method: str, config: dict[str, Any], tensors: public_drafts.Tensors
