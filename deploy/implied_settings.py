@@ -35,6 +35,7 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
         )
     implied: dict[str, Any] = {
         "target.kv.sequences": sequences or most,
+        "target.kv.step_tokens": configuration.target.kv.step_tokens or configuration.scheduler.max_step_tokens,
         "draft.placement": place,
         "target.evidence.taps": needs.taps,
         "target.evidence.top": needs.top,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.core.config.draft_section import DraftModelSection
-from cluster.core.config.model_section import DTYPE_BYTES
+from cluster.core.config.model_section import DTYPE_BYTES, USUAL_FRACTION
 from cluster.core.config.sections import Configuration
 from cluster.core.config.server import ServerSection
 from cluster.core.config.target_section import TargetSection
@@ -281,7 +281,7 @@ def _shared_gpu_problems(
     free = [seat.node for seat in fit(placement, nodes).seats if seat.group.role == "target"]
     for node in [node for node in free if node.gpu_memory_bytes][:1]:
         left = node.gpu_memory_bytes - draft.process_bytes
-        pool = 0 if weights.kv.pool_bytes else int(max(0, left) * weights.kv.memory_fraction)
+        pool = 0 if weights.kv.pool_bytes else int(max(0, left) * (weights.kv.memory_fraction or USUAL_FRACTION))
         needed = draft.process_bytes + pool + target.process_bytes
         if needed > node.gpu_memory_bytes >= target.process_bytes:
             yield Problem(

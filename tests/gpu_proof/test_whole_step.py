@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,13 +14,15 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.kv import KvLayout
 from cluster.core.tree import EMPTY_TREE
 from deploy.simulation.commands import simulate
-from deploy.simulation.device import prediction
+from deploy.simulation.device import fake_device as counted
+from deploy.simulation.device import prediction, step
 from deploy.simulation.device.attention import NARROW, WIDE
-from deploy.simulation.device.fake_device import DEVICE, Kernel, KernelCounter, fake_device
+from deploy.simulation.device.fake_device import DEVICE, Kernel, KernelCounter, Operation, fake_device
 from deploy.simulation.device.models import MODELS, RankModel, load
 from deploy.simulation.device.prediction import predict
 from deploy.simulation.device.speeds import H100, OTHERS, PRODUCTS, PROMPTS
 from deploy.simulation.device.step import ALL_REDUCE, GATHER, WAIT, Rows, StepCount, count_step
+from tests.gpu_proof.fake_training import MemoryCounter
 from workers.forward import fused_layers, linear
 from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.triton import TritonBackend
@@ -324,6 +327,33 @@ def test_packed_weights_are_read_and_held_as_small_as_they_are_stored(monkeypatc
         words = sum(kernel.matrix.nbytes for kernel in made if isinstance(kernel, GpuProduct))
         assert loaded.module is not None
     assert words + head + norms == planned == step.weight_bytes
+
+
+@pytest.mark.parametrize(("model", "layers"), [
+    (SMALL, 3), (LARGE, 3), (RankModel("Qwen3-30B-A3B"), 3), (RankModel("gpt-oss-20b"), 4), (PACKED, 3)
+], ids=["8B", "70B", "mixture", "gpt-oss", "packed"])  # fmt: skip
+def test_a_long_prompt_computes_with_no_more_memory_than_its_pool_leaves(
+    model: RankModel, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, peaks = 2048, list[int]()
+
+    class Measured(step._CountedPass):
+        def count(self, function: Callable[[], object]) -> None:
+            def measured() -> None:
+                with MemoryCounter() as memory:
+                    function()
+                peaks.append(memory.peak)
+
+            super().count(measured)
+
+    monkeypatch.setattr(step, "_CountedPass", Measured)
+    without_tensors = lambda kernel, region=0, *_: Operation(kernel, region)  # noqa: E731
+    monkeypatch.setattr(counted, "Operation", without_tensors)  # those that it holds would count
+    shorten(monkeypatch, model.name, layers)
+    assert not count_step(model, (Rows(1, 0, fresh=tokens),)).is_captured
+    with fake_device() as device:
+        left = load(model, device)[0].layer_bytes * tokens
+    assert 0.1 * left < peaks[-1] < left
 
 
 def test_packed_70b_with_graphs_and_32768_tokens_fits_one_device_of_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:

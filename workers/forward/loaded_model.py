@@ -178,7 +178,14 @@ class LoadedModel:
             has_sources=self.source is not None,
             states=self.states,
             reserved_bytes=self.graph_bytes if self.uses_cuda_graphs else 0,
+            step_token_bytes=self.layer_bytes if self.device.type == "cuda" else 0,
         )
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the device that what layers compute of a token needs at most: 32 numbers for each of a hidden state
+        are taken to live at once."""
+        return 32 * self.hidden_size * self.dtype.itemsize
 
     @property
     def graph_bytes(self) -> int:
@@ -186,10 +193,10 @@ class LoadedModel:
 
         These are the sums of attention's splits, in its kernel's padded rows and as many as under a window; four times
         the logits, in the graph with what a soft cap makes of them, and as the results of this graph and of smaller
-        ones; and what layers compute, of which 32 numbers for each of a hidden state are taken to live at once.
+        ones; and `layer_bytes` of each token.
         """
         splits = most_splits(min(LONGEST, self.max_context_len), 1, AttentionWindow(LONGEST))
         heads = (one.kv_heads * one.heads_per_kv * (padded_width(one.value_dim) + 2) for one in self.layers)
         sums = max(heads) * splits * 4
         logits = 4 * -(-self.vocabulary_size // self.tensor_parallel) * self.dtype.itemsize
-        return MOST_TOKENS * (sums + logits + 32 * self.hidden_size * self.dtype.itemsize)
+        return MOST_TOKENS * (sums + logits + self.layer_bytes)

@@ -11,7 +11,7 @@ from math import prod
 import psutil
 import torch
 
-from cluster.core.config.model_section import PoolSection
+from cluster.core.config.model_section import GPU_FRACTION, USUAL_FRACTION, PoolSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import BlockId
@@ -52,7 +52,7 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool =
     """
     budget = section.pool_bytes
     if budget is None:
-        budget = int(max(0, _free_bytes(spec.device) - spec.reserved_bytes) * section.memory_fraction)
+        budget = int(max(0, _free_bytes(spec.device) - _reserved_bytes(spec, section)) * memory_fraction(spec, section))
     if spec.states:
         needed = state_bytes(spec, section)
         if needed >= budget:
@@ -72,6 +72,19 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool =
             f"and the pool may take {budget} bytes"
         )
     return int(blocks)
+
+
+def memory_fraction(spec: KvCacheSpec, section: PoolSection) -> float:
+    """The share of the free memory that a pool takes. A draft model's shares its GPU with the target."""
+    if section.memory_fraction is not None:
+        return section.memory_fraction
+    return GPU_FRACTION if spec.device.type == "cuda" and isinstance(section, KvSection) else USUAL_FRACTION
+
+
+def _reserved_bytes(spec: KvCacheSpec, section: PoolSection) -> int:
+    """Bytes of the device for CUDA graphs and for the activations of the largest step."""
+    tokens = (section.step_tokens if isinstance(section, KvSection) else None) or 0
+    return spec.reserved_bytes + tokens * spec.step_token_bytes
 
 
 def stored_type(section: PoolSection) -> torch.dtype | None:

@@ -66,3 +66,5 @@ class KvCacheSpec:
     """The states of recurrent layers, which each sequence has besides its blocks."""
     reserved_bytes: int = 0
     """Bytes of the device that a pool leaves before it takes its share of the free memory."""
+    step_token_bytes: int = 0
+    """Bytes that it leaves for each token of the largest step as well."""

@@ -10,6 +10,8 @@ from cluster.core.config.base import MIB, UNSHARED, Choice, Section
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in each format of `dtype`."""
+USUAL_FRACTION, GPU_FRACTION = 0.1, 0.9
+"""`memory_fraction` where it is unset: usually, and for a target on a GPU, which is there for it alone."""
 
 
 class ModelSection(Section):
@@ -42,8 +44,9 @@ class PoolSection(Section):
     """Number of tokens in one KV block."""
     pool_bytes: Annotated[int, Field(ge=MIB)] | None = None
     """Size of the KV pool of each rank, in bytes; unset computes it from `memory_fraction`."""
-    memory_fraction: Annotated[float, Field(gt=0, le=0.95)] = 0.1
-    """Share of the device's free memory after loading that the KV pool takes when `pool_bytes` is unset."""
+    memory_fraction: Annotated[float, Field(gt=0, le=0.95)] | None = None
+    """Share of the device's free memory after loading that the KV pool takes when `pool_bytes` is unset; unset: 0.1,
+    and 0.9 for a target on a GPU, of what CUDA graphs and activations leave."""
     window: Annotated[int, Field(ge=16)] | None = None
     """LOSSY: layers of full attention see only the last `window` tokens and the first `sinks` ones; unset: all."""
     sinks: Annotated[int, Field(ge=0, le=256)] = 4

@@ -30,6 +30,8 @@ class KvSection(PoolSection):
 
     sequences: Annotated[Annotated[int, Field(ge=1, le=4096)] | None, UNSHARED] = None
     """Sequences of a model with recurrent layers whose states the pool holds; unset: `scheduler.max_sequences`."""
+    step_tokens: Annotated[Annotated[int, Field(ge=16, le=65536)] | None, UNSHARED] = None
+    """Tokens of a step for whose activations the pool leaves memory on a GPU; unset: `scheduler.max_step_tokens`."""
     prefix_states: Annotated[int, Field(ge=1, le=65536)] | None = None
     """States of recurrent layers that the pool keeps at the ends of cached blocks, where sequences with the same prefix
     begin; unset: two for each of `sequences`."""

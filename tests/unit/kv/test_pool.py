@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cluster.core.config.model_section import PoolSection
 from cluster.core.config.target_section import KvSection
 from workers.kv import pool
 from workers.kv.pool import KvPool, blocks_that_fit
@@ -25,6 +26,16 @@ def test_a_pool_takes_its_share_of_the_free_memory_that_is_not_reserved(monkeypa
     assert blocks_that_fit(replace(SPEC, reserved_bytes=400 * BLOCK_BYTES), section) == 300
     given = section.model_copy(update={"pool_bytes": 900 * BLOCK_BYTES})
     assert blocks_that_fit(replace(SPEC, reserved_bytes=400 * BLOCK_BYTES), given) == 900
+
+
+def test_a_target_on_a_gpu_takes_most_of_what_graphs_and_activations_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_free_bytes", lambda _: 1000 * BLOCK_BYTES)
+    target = KvSection(block_size=16, step_tokens=2048)
+    on_gpu = replace(SPEC, device=torch.device("cuda", 0), reserved_bytes=100 * BLOCK_BYTES)
+    computed = replace(on_gpu, step_token_bytes=400 * BLOCK_BYTES // 2048)
+    assert blocks_that_fit(on_gpu, target) == 810
+    assert blocks_that_fit(computed, target) == 450
+    assert blocks_that_fit(SPEC, target) == blocks_that_fit(on_gpu, PoolSection(block_size=16)) + 10 == 100
 
 
 def test_memory_that_loading_has_freed_counts_as_free_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
