@@ -30,7 +30,7 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
     if options.plan:
         from deploy.distillation.training_plan import print_plan
 
-        print_plan(options, Path(target.path), target.tensor_parallel)
+        print_plan(options, Path(target.path), target.tensor_parallel, target.quantization)
         return
     # These import torch, once all options are checked.
     from deploy.distillation.single_process_job import distill_in_one_process

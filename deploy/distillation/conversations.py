@@ -1,4 +1,4 @@
-"""The target answers prompts in large batches, and writes questions where there are none.
+"""The target answers prompts in batches, and writes questions where there are none.
 
 Of a conversation with several turns, the first one is answered. Longer answers become the documents of templates.
 """
@@ -11,15 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
-from typing import Any
-
-import torch
 
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.generation.text.chat_messages import Message
 from cluster.generation.text.tokenizer import Tokenizer
 from workers.distill.answers import Answer
-from workers.distill.eagle3.texts import Tokens, WritingPlan
 from workers.distill.prompts import DOCUMENT, QUESTION, Prompt, Task
 
 _USER = "(what the user says)"
@@ -28,10 +24,24 @@ _QUESTION_FLOOR = 0.05
 """Questions leave out tokens that are less probable than this share of the most probable one: mostly noise."""
 _LEAST_DOCUMENT, _DOCUMENTS, _NEW_DOCUMENTS = 120, 4096, 512
 """Least tokens of an answer that becomes a document, most documents that are kept, and most new ones of a batch."""
-_CACHE_SHARE = 0.5
-"""Share of the free memory of a device that keys and values of one batch may take."""
-UNBOUNDED = 1 << 24
-"""Tokens of a batch where its memory is no concern of whoever makes it."""
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WritingPlan:
+    """Settings of one batch of texts that the target writes."""
+
+    most_tokens: int
+    """Most tokens of one text, without its prompt."""
+    stops: tuple[int, ...]
+    """Tokens that end a text, and are a part of it."""
+    seed: int
+    floor: float = 0.0
+    """Tokens less probable than this share of the most probable one are never drawn."""
+    ends: float | None = None
+    """When all texts end, on the clock of `time.monotonic`; `None`: no limit."""
+
 
 Write = Callable[[Sequence[Tokens], Sequence[float], WritingPlan], list[Tokens]]
 """What the target writes after each prompt, with a temperature for each; 0 is greedy."""
@@ -46,7 +56,7 @@ class AnswerPlan:
     max_prompt: int
     """Longer prompts, in tokens, are left out."""
     rows: int
-    """Most conversations of one batch; on a GPU, as many as its memory has space for."""
+    """Conversations of one batch: the answers of a batch are handed out together."""
     stops: tuple[int, ...]
     seed: int = 0
     ends: float | None = None
@@ -61,49 +71,20 @@ class BatchedTarget:
         write: Write,
         tokenizer: Tokenizer,
         plan: AnswerPlan,
-        told: Callable[[str], None],
-        cached: int = UNBOUNDED,
     ) -> None:
-        """A batch has at most `cached` tokens of prompts and answers, where it has several rows."""
-        self._write_all, self._tokenizer, self._plan, self._told = write, tokenizer, plan, told
-        self._rows = plan.rows
-        self._cached = cached
+        self._write_all, self._tokenizer, self._plan = write, tokenizer, plan
         self._documents: list[tuple[str, str]] = []  # questions and long answers
         self._draw = random.Random(plan.seed)  # noqa: S311 - a choice of texts, not a secret
 
     def answers(self, tasks: Iterable[Task]) -> Iterator[list[Answer]]:
-        """The answers of one batch after another, until the tasks or the time end.
-
-        A batch that does not fit the memory is halved, as those after it.
-        """
+        """The answers of one batch after another, until the tasks or the time end."""
         waiting = iter(tasks)
-        while batch := list(islice(waiting, self._rows)):
+        while batch := list(islice(waiting, self._plan.rows)):
             asked = [(task, self._encoded(task)) for task in self._with_questions(self._with_documents(batch))]
-            usable = [(task, prompt) for task, prompt in asked if 0 < len(prompt) <= self._plan.max_prompt]
-            usable.sort(key=lambda one: len(one[1]))
-            while usable:
-                if self._plan.ends is not None and time.monotonic() >= self._plan.ends:
-                    return
-                fitting = self._fitting([len(prompt) for _, prompt in usable])
-                try:
-                    found = self._answered(usable[:fitting])
-                except torch.OutOfMemoryError:
-                    if fitting == 1:
-                        raise
-                    torch.cuda.empty_cache()
-                    self._rows, self._cached = fitting // 2, self._cached // 2
-                    self._told(f"{fitting} conversations do not fit the memory; {self._rows} from now on")
-                    continue
-                usable = usable[fitting:]
-                yield found
-
-    def _fitting(self, lengths: Sequence[int]) -> int:
-        """How many of the first prompts, whose lengths ascend, are answered at once: one at least."""
-        fitting = 0
-        for number, length in enumerate(lengths[: self._rows], 1):
-            if number * (length + self._plan.most_tokens) <= self._cached:
-                fitting = number
-        return max(1, fitting)
+            if self._plan.ends is not None and time.monotonic() >= self._plan.ends:
+                return
+            if usable := [(task, prompt) for task, prompt in asked if 0 < len(prompt) <= self._plan.max_prompt]:
+                yield self._answered(usable)
 
     def _answered(self, asked: Sequence[tuple[Task, Tokens]]) -> list[Answer]:
         heat = [task.temperature for task, _ in asked]
@@ -181,17 +162,6 @@ def opened(tokenizer: Tokenizer, before: Sequence[Message]) -> Tokens:
             "needed prompts with questions"
         )
     return tokenizer.encode(text, add_special_tokens=False)
-
-
-def cached_tokens(target: Any) -> int:
-    """Tokens whose keys and values fit the memory of the device of a `transformers` model."""
-    device, config = target.get_output_embeddings().weight.device, target.config
-    if device.type != "cuda":
-        return UNBOUNDED
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    each = 2 * int(config.num_hidden_layers) * heads * width * target.dtype.itemsize
-    return max(1, int(_CACHE_SHARE * torch.cuda.mem_get_info(device)[0] / each))
 
 
 def system_messages(prompt: Prompt) -> list[Message]:

@@ -1,7 +1,7 @@
 """One process on one device writes texts and trains a DSpark drafter on them; `pilotfish distill --kind dspark`.
 
 The drafter is written as a checkpoint of the library `speculators`, which other engines read as well. `python -m
-deploy.distillation.dspark` is the same without the rest of Pilotfish: it needs neither Ray nor a cluster.
+deploy.distillation.dspark` has more options, and takes the target from a directory instead of a configuration.
 """
 
 from __future__ import annotations

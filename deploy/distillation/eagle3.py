@@ -1,7 +1,7 @@
 """One process on one device writes texts and trains an EAGLE-3 head on them; `pilotfish distill --kind eagle3`.
 
 The head is written as a checkpoint of the library `speculators`, which other engines read as well. `python -m
-deploy.distillation.eagle3` is the same without the rest of Pilotfish: it needs neither Ray nor a cluster.
+deploy.distillation.eagle3` has more options, and takes the target from a directory instead of a configuration.
 """
 
 from __future__ import annotations

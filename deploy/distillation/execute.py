@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
+from deploy.distillation.rank_writer import RankWriter
 from deploy.distillation.single_process import SingleProcess, Texts, TextWriter
+from deploy.settings import cache_directory, code_directory
 from workers.distill.data import ANSWERS
+from workers.serve.configuration import load_configuration
 
 STATES = "states"
 """The directory of hidden states beside the answers. Those of a writer with settings have `-` and its name for them."""
+_SEQUENCES = (32, 256)
+"""Texts that the engine writes at the same time: on a CPU, on a GPU."""
 
 
 def execute(
@@ -22,34 +29,39 @@ def execute(
 ) -> Texts:
     """Write texts and train on them, in this process or in several. Returns the texts. Raises `PilotfishError`.
 
-    Several processes read the texts' hidden states, which this one stores, and never have the target. With a `writer`,
-    no process that trains has it.
+    The `writer` has the target; without one, the serving engine has it in this process. The processes that train read
+    the texts' hidden states, which are stored, and never have it.
     """
-    run = make(chosen, told)
-    run.writer = writer
-    if chosen.workers == 1 and writer is None:
-        stored = None if chosen.answers is None else chosen.answers.parent / STATES
-        if chosen.states is None and stored is not None and stored.is_dir():
-            chosen.states = stored
-        run.remember()
-        return run.run()
     if chosen.answers is None:
         chosen.answers = chosen.out.with_name(f"{chosen.out.name}.work") / ANSWERS
         chosen.answers.parent.mkdir(parents=True, exist_ok=True)
-    settings = "" if writer is None else writer.settings
-    chosen.states = chosen.states or chosen.answers.parent / (f"{STATES}-{settings}" if settings else STATES)
-    run.remember(settings)
-    if chosen.workers == 1:
-        return run.run()
-    from deploy.distillation.ray_trainers import run_in_workers  # it needs Ray
+    run = make(chosen, told)
+    with ExitStack() as stack:
+        if writer is None:
+            writer = stack.enter_context(RankWriter(_configuration(run), run.tell, chosen.max_length))
+        run.writer, settings = writer, writer.settings
+        chosen.states = chosen.states or chosen.answers.parent / (f"{STATES}-{settings}" if settings else STATES)
+        run.remember(settings)
+        if chosen.workers == 1:
+            return run.run()
+        from deploy.distillation.ray_trainers import run_in_workers  # it needs Ray
 
-    texts = run.texts()
-    if not run.had_ended():
-        run.store(texts)
-        run.release()
-        run_in_workers(chosen, make, run.directory_of_training)
-    run.tell(f"{chosen.out} is written")
-    return texts
+        texts = run.texts()
+        if not run.had_ended():
+            run.store(texts)
+            run_in_workers(chosen, make, run.directory_of_training)
+        run.tell(f"{chosen.out} is written")
+        return texts
+
+
+def _configuration(run: SingleProcess) -> Configuration:
+    """The target of a run on one rank of the serving engine, in the type in which the training has its ends."""
+    target = {"path": str(run.directory), "device": run.device.type, "dtype": str(run.dtype).removeprefix("torch.")}
+    target["compile_directory"] = str(code_directory(cache_directory()))
+    sequences = min(run.options.rows, _SEQUENCES[run.device.type == "cuda"])
+    return load_configuration(
+        {}, {f"target.{key}": value for key, value in target.items()} | {"scheduler.max_sequences": sequences}
+    )
 
 
 def run_command(command: Callable[[], Texts]) -> int:

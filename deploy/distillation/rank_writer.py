@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,12 +18,11 @@ from cluster.core.errors import ConfigurationError, TargetUnavailable
 from cluster.core.ports import Target
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
-from deploy.distillation.conversations import Write
+from deploy.distillation.conversations import Tokens, Write, WritingPlan
+from deploy.distillation.one_rank import TargetRanks, one_rank
 from deploy.distillation.target import for_answers, together, with_many_sequences
-from deploy.distillation.target_ranks import TargetRanks, target_ranks
 from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
-from workers.distill.eagle3.texts import Tokens, WritingPlan
 from workers.distill.modules.tap_cache import ReadStates
 from workers.distill.served_states import served_states
 from workers.model.target_ends import read_config
@@ -40,7 +39,8 @@ Result = TypeVar("Result")
 class RankWriter:
     """The ranks of a target. They start to write texts, and anew to show hidden states. It is a `TextWriter`.
 
-    Answers would take longer if they brought hidden states. A context manager.
+    One rank runs in this process, several are processes of their own. Answers would take longer if they brought hidden
+    states. A context manager.
     """
 
     def __init__(self, configuration: Configuration, told: Callable[[str], None], max_length: int) -> None:
@@ -109,13 +109,18 @@ class RankWriter:
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return self._runner.run(work)
 
-    def _tell(self, purpose: str) -> None:
-        self._told(f"{self._configuration.target.tensor_parallel} ranks of the target start, to {purpose}")
+    def _ranks(self, purpose: str, taps: Sequence[int] = ()) -> AbstractAsyncContextManager[TargetRanks]:
+        count = self._configuration.target.tensor_parallel
+        self._told(f"the target starts on {count} rank{'s' if count > 1 else ''}, to {purpose}")
+        if count == 1:
+            return one_rank(self._configuration, taps)
+        from deploy.distillation.target_ranks import target_ranks  # it needs Ray
+
+        return target_ranks(self._configuration, taps)
 
     async def _begin_writing(self) -> tuple[TargetRanks, _Api]:
-        self._tell("write texts")
         configuration, enter = self._configuration, self._stack.enter_async_context
-        ranks = await enter(target_ranks(configuration))
+        ranks = await enter(self._ranks("write texts"))
         context = await self._context(ranks.target)
         cluster = await ranks.guarded(enter(LocalCluster(configuration, target=ranks.target)))
         client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
@@ -125,9 +130,8 @@ class RankWriter:
         return ranks, _Api(client, context, most, self.sequences, limits.max_timeout_seconds)
 
     async def _begin_reading(self, taps: Sequence[int]) -> _States:
-        self._tell("compute hidden states")
         configuration = self._configuration
-        ranks = await self._stack.enter_async_context(target_ranks(configuration, taps))
+        ranks = await self._stack.enter_async_context(self._ranks("compute hidden states", taps))
         await self._context(ranks.target)
         config = read_config(Path(configuration.target.path))
         width = len(taps) * int(config.get_text_config().hidden_size)

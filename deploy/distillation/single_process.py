@@ -1,6 +1,6 @@
 """What trainings in one process on one device share: the target writes texts, and a draft is trained on its states.
 
-They need neither Ray nor a cluster, unless a `TextWriter` has the target.
+A `TextWriter` has the target. The training itself reads stored hidden states, and of the target its ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -25,19 +25,18 @@ from cluster.core.errors import ConfigurationError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.dataclass_options import number_list
 from deploy.distillation.checkpoints import NO_CHECKPOINTS, STATE, Checkpoints, FileCheckpoints
-from deploy.distillation.conversations import UNBOUNDED, AnswerPlan, BatchedTarget, Write, cached_tokens
+from deploy.distillation.conversations import AnswerPlan, BatchedTarget, Write
 from deploy.distillation.training_directory import TrainingDirectory
 from workers.distill.answers import Answer, AnswerFile, read_answers, trainable
 from workers.distill.device_training import DeviceTraining, Resumed, State
 from workers.distill.eagle3.states import lengthened
-from workers.distill.eagle3.texts import continuations
 from workers.distill.modules.module_plan import layer_shape
-from workers.distill.modules.tap_cache import ReadStates, Report, TapCache, states_of, taps_of
+from workers.distill.modules.tap_cache import ReadStates, Report, TapCache, states_of
 from workers.distill.output import replaced_directory
 from workers.distill.peers import ALONE, Peers
 from workers.distill.prompts import Task, evaluation_tasks, read_prompts, schedule
 from workers.distill.stored_target import StoredTarget, load_parts
-from workers.distill.target_model import device_name, load_target
+from workers.distill.target_model import device_name
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
 from workers.model.stored.source import stored_alone
@@ -69,19 +68,19 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--end-seconds", type=float, help="Seconds after the start at which training ends, instead of --minutes.")
     add("--steps", type=int, help="Steps of training, instead of --minutes.")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--rows", type=int, default=6144, help="Most conversations that the target writes at once.")
+    add("--rows", type=int, default=2048, help="Conversations whose answers are stored together.")
     add("--max-tokens", type=int, default=384, help="Most tokens of an answer.")
     add("--max-prompt", type=int, default=320, help="Longer prompts, in tokens, are left out.")
     add("--max-length", type=int, default=1536, help="Most tokens of a text that is trained or measured on.")
     add("--long-share", type=float, default=0.25, help="Share of texts that get other texts before them, up to that.")
-    add("--most-tokens", type=int, default=6_000_000, help="Most tokens of texts that are kept on the device.")
+    add("--most-tokens", type=int, default=6_000_000, help="Most tokens of texts.")
     add("--temperatures", default="0,0.7,1", help="Temperatures of the first pass over a file, the second, and so on.")
     add("--held-out", type=int, default=48, help="Prompts of each file that are only measured on (a tenth at most).")
     add("--taps", default="", help="Hidden states that the draft reads. Unset: by the number of layers.")
     add("--decay", type=float, default=0.8, help="Weight of a depth relative to the one before.")
     add("--report-seconds", type=float, default=20.0, help="Seconds between two measures; the best state is kept.")
     add("--file-bytes", type=int, default=15_000_000, help="Most bytes of one file of weights.")
-    add("--states", type=Path, help="Directory of the target's hidden states, where they are computed once and stored.")
+    add("--states", type=Path, help="Directory of the target's hidden states. Unset: beside the answers.")
     add("--workers", type=int, default=1, help="Processes that train, each with a GPU or a core; they need --steps.")
     add("--recompute", action="store_true", help="Compute activations again for the backward pass, to save memory.")
     add("--parts", type=int, default=0, help="Parts of each batch. Unset: one for each process.")
@@ -166,33 +165,24 @@ class SingleProcess(ABC):
         self.checkpoints: Checkpoints = NO_CHECKPOINTS
         self.directory_of_training: TrainingDirectory | None = None
         self.writer: TextWriter | None = None
+        """What has the target. Only where all texts and their hidden states are stored, none is needed."""
         self.options = chosen
         self._told, self._lines = told or _print, list[str]()
         self._began = time.monotonic()
         self.device = torch.device(chosen.device)
-        self._dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         cache = Path(tempfile.gettempdir()) / "pilotfish-models"
         given = Path(chosen.target)
-        is_described = given.is_dir() and stored_alone(given) is not None  # `load_target` de-quantizes its file
+        is_described = given.is_dir() and stored_alone(given) is not None  # its file is read as it is
         self.directory = resolve_model_directory(chosen.target, cache, None, self.tell, stored=is_described)
         self.config: Any = read_config(self.directory)
 
     @cached_property
-    def target(self) -> Any:
-        """The target as a training reads it: the model, or a `StoredTarget`, with the layers that a draft begins as."""
-        if self.options.states is None:
-            return self._model
-        self.release()
-        parts = load_parts(self.directory, self.device, self._dtype, self.first_layers())
-        return StoredTarget(parts, self._stored)
-
-    @cached_property
-    def _model(self) -> Any:
-        found = load_target(self.directory, self.device, self._dtype)
-        self.tell(f"target {self.directory.name} in {self._dtype} on {device_name(self.device)}")
-        return found
+    def target(self) -> StoredTarget:
+        """The target as a training reads it: its ends, the layers that a draft begins as, and stored hidden states."""
+        return StoredTarget(load_parts(self.directory, self.device, self.dtype, self.first_layers()), self._stored)
 
     @cached_property
     def _stored(self) -> TapCache:
@@ -249,30 +239,30 @@ class SingleProcess(ABC):
         return True
 
     def store(self, texts: Texts) -> None:
-        """Store the hidden states of the texts that `--states` does not have yet, if it is given."""
-        if self.options.states is None:
-            return
+        """Store the hidden states of the texts that `--states` does not have yet. Ends the `TextWriter`."""
         answers = [*self.lengthened(texts.train), *chain(*texts.measured.values())]
         missing = [answer for answer in answers if not self._stored.has(answer)]
         if missing:
             self._stored.check_space(missing, "--states, or --work of pilotfish distill")
-            taps = self._stored.taps
-            read = partial(taps_of, self._model) if self.writer is None else self.writer.reading(taps)
-            self._stored.fill(read, missing, self._now_and_then())
+            self._stored.fill(self._writer().reading(self._stored.taps), missing, self._now_and_then())
         self.tell(f"hidden states of {len(answers):,} texts are in {self.options.states}, {len(missing):,} of them new")
-
-    def drop_layers(self) -> None:
-        """Free the target's layers: from here on, the training reads its embedding and its head alone."""
-        self.target.get_decoder().layers = torch.nn.ModuleList()
         self.release()
 
-    def release(self) -> None:
-        """Free the memory of the whole target, unless the training reads it."""
-        self.__dict__.pop("_model", None)
-        if self.writer is not None:
-            self.writer.release()
+    def drop_layers(self) -> None:
+        """Free the layers that the draft began as: from here on, the training reads embedding and head alone."""
+        self.target.get_decoder().layers = torch.nn.ModuleList()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def release(self) -> None:
+        """Free the memory of the whole target."""
+        if self.writer is not None:
+            self.writer.release()
+
+    def _writer(self) -> TextWriter:
+        if self.writer is None:
+            raise ConfigurationError("--states: needed all texts and their hidden states, since nothing has the target")
+        return self.writer
 
     def tell(self, text: str) -> None:
         """Tell a line with the seconds since the start."""
@@ -434,8 +424,6 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
                 self.tell(f"{len(kept):,} texts, {total:,} tokens")
                 if total >= chosen.most_tokens:
                     break
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
         held = tuple(one for one in kept if one.held_out and one.key not in names)
         judged = tuple(one for one in kept if one.key in names)
         measured = {"held out": held} | ({chosen.evaluate.stem: judged} if chosen.evaluate else {})
@@ -473,15 +461,11 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
             first = next(unknown, None)
             if first is None:
                 continue
-            write: Write
-            if self.writer is None:
-                write, cached = partial(continuations, self._model), cached_tokens(self._model)
-            else:
-                write, cached = self.writer.writing(), UNBOUNDED
+            write = self._writer().writing()
             tokenizer = Tokenizer.load(self.directory)
             ends = ends or time.monotonic() + self.options.write_seconds
             plan = replace(plan, ends=ends if is_bounded else None)
-            found = BatchedTarget(write, tokenizer, plan, self.tell, cached)
+            found = BatchedTarget(write, tokenizer, plan)
             yield from found.answers(chain((first,), unknown))
 
 

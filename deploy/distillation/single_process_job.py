@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from contextlib import ExitStack
 from dataclasses import fields
 
 import torch
@@ -12,7 +11,7 @@ from cluster.core.errors import ConfigurationError, PilotfishError
 from deploy.dataclass_options import flag
 from deploy.distillation import dspark, eagle3
 from deploy.distillation.execute import execute
-from deploy.distillation.single_process import TextWriter
+from deploy.distillation.rank_writer import RankWriter
 from workers.distill.data import ANSWERS
 from workers.distill.divergence import divergence_named
 from workers.distill.job import DistillJob
@@ -21,7 +20,7 @@ from workers.distill.seq2seq_data import is_encoder_decoder
 
 _WRITING, _TRAINING = 0.4, 0.5
 """Shares of the minutes for texts and for training. Hidden states and measuring have the rest."""
-_ROWS, _DEPTHS, _SLOTS, _VOCABULARY = 64, 5, 6, 8192
+_DEPTHS, _SLOTS, _VOCABULARY = 5, 6, 8192
 _ROUNDS = 8
 """Conversations of a batch that a cluster writes, for each of its sequences: the next one begins when one ends."""
 _SERVED_PROMPTS, _SERVED_TOKENS = 8, 64
@@ -35,8 +34,8 @@ _OF_OTHER_KINDS = (
 def distill_in_one_process(job: DistillJob) -> None:
     """Train a draft as the options of `pilotfish distill` say, and measure it as it is served.
 
-    Of `--minutes`, the target writes texts for two fifths at most. With `target.tensor_parallel`, as many ranks of the
-    serving engine write them and compute their hidden states. Raises `PilotfishError`.
+    Of `--minutes`, the target writes texts for two fifths at most: `target.tensor_parallel` ranks of the serving engine
+    write them and compute their hidden states. Raises `PilotfishError`.
     """
     given = job.options
     is_block = given.kind == DSPARK
@@ -56,14 +55,9 @@ def distill_in_one_process(job: DistillJob) -> None:
     words = [*_common(job), *(block_words(given) if is_block else head_words(given))]
     told = job.notices.print
     make = dspark if is_block else eagle3
-    with ExitStack() as stack:
-        chosen = make.options(words)
-        writer: TextWriter | None = None
-        if job.configuration.target.tensor_parallel > 1:
-            from deploy.distillation.rank_writer import RankWriter  # it needs Ray
-
-            writer = ranks = stack.enter_context(RankWriter(job.configuration, told, given.max_length))
-            chosen.rows = _ROUNDS * ranks.sequences
+    chosen = make.options(words)
+    with RankWriter(job.configuration, told, given.max_length) as writer:
+        chosen.rows = _ROUNDS * writer.sequences
         texts = execute(make.Run, chosen, told, writer)
     gc.collect()  # whoever serves the draft needs the memory of the training
     if torch.cuda.is_available():
@@ -87,7 +81,7 @@ def _common(job: DistillJob) -> list[str]:
     words += ["--max-prompt", str(max(1, given.max_length - given.max_tokens)), "--seed", str(given.seed)]
     words += ["--temperatures", ",".join(map(str, given.temperatures)), "--held-out", str(given.held_out)]
     words += ["--learning-rate", str(given.learning_rate), "--taps", ",".join(map(str, given.taps))]
-    words += ["--most-tokens", str(given.answer_tokens), "--rows", str(_ROWS)]
+    words += ["--most-tokens", str(given.answer_tokens)]
     seconds = given.answer_minutes * 60
     if given.minutes is not None:
         seconds = min(seconds, given.minutes * 60 * _WRITING)

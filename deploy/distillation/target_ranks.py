@@ -1,71 +1,33 @@
-"""The target of a distillation on ranks of the serving engine: Ray places them, and those that are lost start again."""
+"""The target of a distillation on ranks in processes: Ray places them, and those that are lost start again."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
 
 import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from cluster.core.config.sections import Configuration
-from cluster.core.errors import ConfigurationError
-from cluster.core.ports import Target
 from cluster.wire.peer_access import PeerAccess
 from cluster.wire.target_client import GrpcTarget
-from deploy.implied_settings import with_implied_settings
+from deploy.distillation.one_rank import TargetRanks, of_ranks
 from deploy.local.local_cluster import LOOPBACK
 from deploy.machine import local_resources
 from deploy.network.cluster_token import draw_token
 from deploy.placement import Placement, Resources, plan, strategy
 from deploy.preflight import capacity_problems, model_problems, raise_problems
 from deploy.ray.start_ray import start_local_ray
-from workers.serve.configuration import load_configuration
 from workers.serve.rank_actors import RankActors, rank_kinds
 from workers.serve.rank_placement import RankPlacement
 from workers.serve.rank_supervisor import RankSupervisor
 
-_HEALTH_SECONDS = 0.5
-"""Pause between two looks whether the ranks are lost for good, in seconds."""
 _GONE_SECONDS, _LOOK_SECONDS = 30.0, 0.05
 """Longest wait until processes and the placement of ranks are gone, and pause between two looks at the placement."""
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class TargetRanks:
-    """Ranks of a target that serve this process alone. When one is lost, all start again."""
-
-    target: Target
-    """Reaches the ranks, also those that have started again."""
-    supervisor: RankSupervisor
-
-    async def serving(self) -> None:
-        """Return once the ranks serve: at once, unless they start again."""
-        await self.supervisor.address()
-
-    async def guarded(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of work that needs the ranks. Raises `TargetUnavailable` once they cannot be started again."""
-        working, lost = asyncio.create_task(work), asyncio.create_task(self._until_lost())
-        try:
-            await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
-            return working.result() if working.done() else lost.result()
-        finally:
-            working.cancel()
-            lost.cancel()
-            await asyncio.gather(working, lost, return_exceptions=True)
-
-    async def _until_lost(self) -> NoReturn:
-        while True:
-            self.supervisor.check_health()
-            await asyncio.sleep(_HEALTH_SECONDS)
 
 
 @asynccontextmanager
@@ -77,7 +39,7 @@ async def target_ranks(configuration: Configuration, taps: Sequence[int] = ()) -
 
     Raises `ConfigurationError` where this machine has too few GPUs, cores or memory, and what the ranks raise.
     """
-    configuration = _of_ranks(configuration, taps)
+    configuration = of_ranks(configuration, taps)
     resources = local_resources()
     placement = plan(configuration, [resources])
     _check(configuration, placement, resources)
@@ -121,18 +83,6 @@ def _wait_until_gone(processes: Sequence[psutil.Process], group: PlacementGroup)
     psutil.wait_procs(processes, timeout=_GONE_SECONDS)
     while time.monotonic() < ends and placement_group_table(group).get("state") not in (None, "REMOVED"):
         time.sleep(_LOOK_SECONDS)
-
-
-def _of_ranks(configuration: Configuration, taps: Sequence[int]) -> Configuration:
-    """The configuration with all that drafts imply, of one replica, which may show hidden states."""
-    if configuration.target.span_nodes:
-        raise ConfigurationError("target.span_nodes: true is refused; the ranks of a distillation are on one machine")
-    changes: dict[str, Any] = {"replicas": 1, "standby": False}
-    if taps:
-        changes |= {"evidence.taps": tuple(taps), "evidence.is_sent": True}
-        changes |= {"kv.prefix_cache": False, "kv.host_bytes": 0, "kv.disk_directory": None}
-    values = with_implied_settings(configuration).model_dump(mode="json")
-    return load_configuration(values, {f"target.{name}": value for name, value in changes.items()})
 
 
 def _check(configuration: Configuration, placement: Placement, resources: Resources) -> None:

@@ -20,7 +20,7 @@ from workers.distill.dspark.memory import BlockBatch, block_flops, block_memory,
 from workers.distill.dspark.memory import text_bytes as block_text_bytes
 from workers.distill.eagle3.memory import RollOutBatch, head_size, roll_out_flops, roll_out_memory, text_bytes
 from workers.distill.eagle3.training import MULTIPLE
-from workers.distill.memory import HALF, ModuleSize, TargetSize, TrainingMemory, shared
+from workers.distill.memory import HALF, ModuleSize, TargetSize, TrainingMemory
 from workers.distill.modules.memory import (
     ModuleBatch,
     StudentShape,
@@ -36,6 +36,7 @@ from workers.distill.student_pipeline import student_plan
 from workers.model.draft_card import LAYERS
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, TableShape
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape
+from workers.model.stored.quantized_checkpoint import stored_bytes
 from workers.model.target_ends import read_config
 
 RANKS = (1, 2, 4, 8)
@@ -45,15 +46,10 @@ _UTILIZATION = 0.4  # an assumption: the share of that peak which a training rea
 _LINK_BYTES_PER_SECOND = 450e9  # NVIDIA's data sheet: 900 GB/s NVLink in both directions together
 _LIKE_LLAMA = 0.02  # biases and norms of other families are no larger a share of a layer's parameters
 _USABLE = 0.95  # an assumption: the rest is lost to fragments of the allocator and to libraries
-_STORED = (
-    "A step reads of the target its embedding and its head. `stored`: a device fits a step, but not\n"
-    "the whole target, which is not needed where all texts and their hidden states are stored already."
-)
 _ON_RANKS = (
-    "A step reads of the target its embedding and its head. Before, {ranks} ranks write texts and compute\n"
-    "hidden states, each on a device of its own with {part:.1f} GB of weights, and KV memory, which is not\n"
-    "counted. `stored`: a device fits a step, but not that, which is not needed where all texts and their\n"
-    "hidden states are stored already."
+    "A step reads of the target its embedding and its head. Before, {ranks}\n"
+    "hidden states, with {part:.1f} GB of weights on a device, and KV memory, which is not counted. `stored`: a\n"
+    "device fits a step, but not that, which is not needed where all texts and their hidden states are stored."
 )
 
 
@@ -74,7 +70,7 @@ class Training:
     """Memory for tokens of texts, ranks, and whether activations are computed again."""
     flops: Callable[[bool], int]
     """Operations of a step of one device."""
-    note: str = _STORED
+    note: str
     ranks: tuple[int, ...] = RANKS
     recomputes: tuple[bool, ...] = (False, True)
 
@@ -112,6 +108,7 @@ def plan_block(target: TargetSize, shape: MaskedBlockShape, batch: BlockBatch) -
         text_bytes=block_text_bytes(shape.taps, shape.body.hidden_size),
         memory=lambda tokens, ranks, again: block_memory(target, shape, batch, tokens, ranks=ranks, recomputes=again),
         flops=lambda again: block_flops(target, shape, batch, recomputes=again),
+        note=_on_ranks(target),
     )
 
 
@@ -128,6 +125,7 @@ def plan_roll_outs(target: TargetSize, shape: FeatureShape, batch: RollOutBatch)
             target, shape, batch, tokens, ranks=ranks, recomputes=again
         ),
         flops=lambda again: roll_out_flops(target, shape, batch, recomputes=again),
+        note=_on_ranks(target),
     )
 
 
@@ -163,9 +161,7 @@ def plans_of(training: Training, text_tokens: int, device_bytes: float) -> list[
             memory = training.memory(-(-text_tokens // ranks), ranks, recomputes)
             usable = int(_USABLE * device_bytes)
             fits_target = memory.most <= usable
-            # One process has the whole target beside the texts, several have it before.
-            is_beside = ranks == training.target.ranks == 1 and fits_target
-            most = usable - (memory.most if is_beside else memory.peak) + memory.texts
+            most = usable - memory.peak + memory.texts
             seconds = training.flops(recomputes) / (_UTILIZATION * _FLOPS_PER_SECOND)
             # Parameters are gathered for both passes, and gradients are scattered, all in float32.
             moved = 3 * 4 * training.size.parameters * (ranks - 1) / ranks
@@ -177,20 +173,20 @@ def plans_of(training: Training, text_tokens: int, device_bytes: float) -> list[
     return found
 
 
-def print_plan(options: DistillOptions, target: Path, ranks: int = 1) -> None:
+def print_plan(options: DistillOptions, target: Path, ranks: int = 1, quantization: str = "none") -> None:
     """Print the plan of a command whose target is a directory with a config.json, on tensor-parallel ranks.
 
-    Raises `ConfigurationError`, and `ModelLoadError` for a configuration that cannot be read.
+    `quantization` is `target.quantization`. Raises `ConfigurationError`, and `ModelLoadError` for a configuration that
+    cannot be read.
     """
     if not (target / "config.json").is_file():
         raise ConfigurationError(f"target.path: {target} is refused; --plan needed a directory with a config.json")
     config: Any = read_config(target)
     if config.is_encoder_decoder:
         raise ConfigurationError(f"target.path: {target} is refused; --plan is for decoder-only targets")
-    size = replace(_size_of(config), ranks=ranks)
+    size = _size_of(config)
+    size = replace(size, ranks=ranks, stored=_stored_bytes(size, target, quantization))
     training = _training(options, config.get_text_config(), size, target)
-    if ranks > 1:
-        training = replace(training, note=_ON_RANKS.format(ranks=ranks, part=shared(size.whole, ranks) / 1e9))
     if options.workers > 1:
         training = replace(training, ranks=(options.workers,))
     if options.recompute:
@@ -273,6 +269,21 @@ def _size_of(config: Any) -> TargetSize:
         raise ConfigurationError(f"--plan: refused for model type {config.model_type!r}: {error}") from None
     text = config.get_text_config()
     return TargetSize(sum(one.numel() for one in model.parameters()), text.hidden_size, text.vocab_size)
+
+
+def _stored_bytes(size: TargetSize, target: Path, quantization: str) -> int | None:
+    """Bytes of the weights of a target as the engine stores them; `None` for bfloat16."""
+    if quantization == "int8":
+        return size.whole - (size.parameters - size.ends // HALF)
+    if quantization == "stored":
+        return stored_bytes(target, "bfloat16") or None
+    return None
+
+
+def _on_ranks(target: TargetSize) -> str:
+    count = target.ranks
+    ranks = f"{count} ranks write texts and compute" if count > 1 else "one rank writes texts and computes"
+    return _ON_RANKS.format(ranks=ranks, part=target.rank_bytes / 1e9)
 
 
 def description(training: Training, planned: Sequence[PlannedTraining]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
 import uvicorn
@@ -116,26 +116,8 @@ class LocalCluster:
 
     async def _host_target(self, configuration: Configuration, access: PeerAccess) -> Target:
         """A target of one rank in this process."""
-        if configuration.target.tensor_parallel > 1:
-            raise ConfigurationError(
-                f"target.tensor_parallel: needed 1 in one process, found {configuration.target.tensor_parallel}; "
-                "use `pilotfish serve`"
-            )
-        draft = configuration.draft
-        colocated = await asyncio.to_thread(create, draft, configuration.target) if draft.is_colocated else None
-        engine = await asyncio.to_thread(build_engine, configuration.target, method=colocated)
-        lease_seconds = configuration.cluster.lease_seconds
-        learning = None
-        if draft.learn == "on":
-            learner = await asyncio.to_thread(start_learner, configuration, colocated, lambda: engine.is_idle)
-            self._stack.callback(learner.close)
-            learning = learner.status
-        host = host_target(LOOPBACK, engine, access, lease_seconds=lease_seconds, learning=learning)
-        hosted = await self._stack.enter_async_context(host)
-        step_timeout = configuration.target.step_timeout_seconds
-        client = GrpcTarget(fixed_address(hosted.address), access, step_timeout, lease_seconds)
-        self._stack.push_async_callback(client.close)
-        return client
+        target, _ = await self._stack.enter_async_context(host_one_rank(configuration, access))
+        return target
 
     def _page(self) -> Page | None:
         server = self._configuration.server
@@ -169,6 +151,35 @@ class LocalCluster:
             await serving
 
         self._stack.push_async_callback(stop)
+
+
+@asynccontextmanager
+async def host_one_rank(configuration: Configuration, access: PeerAccess) -> AsyncIterator[tuple[Target, WorkerHost]]:
+    """Inside, a target of one rank serves this process, with the drafts of the configuration, which implies all else.
+
+    Raises `ConfigurationError` for several ranks, `ModelLoadError`.
+    """
+    if configuration.target.tensor_parallel > 1:
+        raise ConfigurationError(
+            f"target.tensor_parallel: needed 1 in one process, found {configuration.target.tensor_parallel}; "
+            "use `pilotfish serve`"
+        )
+    async with AsyncExitStack() as stack:
+        draft = configuration.draft
+        colocated = await asyncio.to_thread(create, draft, configuration.target) if draft.is_colocated else None
+        engine = await asyncio.to_thread(build_engine, configuration.target, method=colocated)
+        lease_seconds = configuration.cluster.lease_seconds
+        learning = None
+        if draft.learn == "on":
+            learner = await asyncio.to_thread(start_learner, configuration, colocated, lambda: engine.is_idle)
+            stack.callback(learner.close)
+            learning = learner.status
+        host = host_target(LOOPBACK, engine, access, lease_seconds=lease_seconds, learning=learning)
+        hosted = await stack.enter_async_context(host)
+        step_timeout = configuration.target.step_timeout_seconds
+        client = GrpcTarget(fixed_address(hosted.address), access, step_timeout, lease_seconds)
+        stack.push_async_callback(client.close)
+        yield client, hosted
 
 
 RESTART_SECONDS = 5.0

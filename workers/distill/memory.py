@@ -29,19 +29,19 @@ class TargetSize:
     hidden_size: int
     vocabulary: int
     ranks: int = 1
-    """Tensor-parallel ranks that write texts and compute hidden states. Several have ended when a training begins."""
+    """Tensor-parallel ranks that write texts and compute hidden states. They have ended when a training begins."""
+    stored: int | None = None
+    """Bytes of all weights as these ranks store them; `None`: those in bfloat16."""
 
     @property
     def whole(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights in bfloat16."""
         return HALF * self.parameters
 
-    def to_write(self, texts: int) -> int:
-        """Bytes on a device of the target that writes texts and computes hidden states: of a rank's weights.
-
-        The one that has all of them may have `texts` bytes of texts beside it.
-        """
-        return self.whole + texts if self.ranks == 1 else shared(self.whole, self.ranks)
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes of the weights of a rank that writes texts and computes hidden states."""
+        return shared(self.whole if self.stored is None else self.stored, self.ranks)
 
     @property
     def ends(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -35,3 +35,17 @@ def write_alone(
         if sampling.grammar is not None and fresh[0] in sampling.end_token_ids:
             break
     return tuple(tokens[len(prompt) :])
+
+
+def greedy_texts(
+    model: Any, prompts: Sequence[Sequence[int]], most_tokens: int, stops: Collection[int] = ()
+) -> list[tuple[int, ...]]:
+    """What a decoder-only model of `transformers` writes after each prompt, with the stop token that ends a text."""
+    texts = []
+    for prompt in prompts:
+        text = list(prompt)
+        with torch.inference_mode():
+            while len(text) < len(prompt) + most_tokens and (len(text) == len(prompt) or text[-1] not in stops):
+                text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+        texts.append(tuple(text[len(prompt) :]))
+    return texts

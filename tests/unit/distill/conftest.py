@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from deploy import cli
 from tests.support.models import tiny, tiny_tokenizer
+from tests.support.models.plain_generation import greedy_texts
 from workers.distill.answers import Answer
-from workers.distill.eagle3.texts import WritingPlan, continuations
 from workers.distill.target_model import load_target
 
 LAYERS, PROMPT, LENGTH, ROWS = 6, 5, 14, 24
@@ -37,7 +37,7 @@ def target(directory: Path) -> PreTrainedModel:
 def answers(target: PreTrainedModel) -> tuple[Answer, ...]:
     """Greedy ones."""
     prompts = torch.randint(3, tiny.VOCABULARY, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
-    written = continuations(target, prompts, [0.0] * ROWS, WritingPlan(LENGTH, (), 0))
+    written = greedy_texts(target, prompts, LENGTH)
     return tuple(
         Answer(f"prompts:{row}", "", 0.0, False, tuple(prompt), answer)
         for row, (prompt, answer) in enumerate(zip(prompts, written, strict=True))

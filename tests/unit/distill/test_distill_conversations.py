@@ -12,10 +12,9 @@ import pytest
 from cluster.core.errors import ConfigurationError
 from cluster.generation.text.chat_messages import Message
 from deploy.distillation import dspark
-from deploy.distillation.conversations import UNBOUNDED, AnswerPlan, BatchedTarget
+from deploy.distillation.conversations import AnswerPlan, BatchedTarget, Tokens, WritingPlan
 from deploy.distillation.single_process_job import distill_in_one_process
 from workers.distill.answers import Answer
-from workers.distill.eagle3.texts import Tokens, WritingPlan
 from workers.distill.options import DistillOptions
 from workers.distill.prompts import Prompt, Task
 
@@ -38,9 +37,7 @@ class Letters:
         return self.encode(self.render_chat(messages))
 
 
-def answered(
-    tasks: Sequence[Task], *, rows: int = 8, cached: int = UNBOUNDED
-) -> tuple[list[list[Answer]], list[list[str]]]:
+def answered(tasks: Sequence[Task], *, rows: int = 8) -> tuple[list[list[Answer]], list[list[str]]]:
     """Batches of answers, and the prompts of each batch that the target writes after.
 
     It writes their last character, again and again.
@@ -52,7 +49,7 @@ def answered(
         return [prompt[-1:] * MOST for prompt in prompts]
 
     plan = AnswerPlan(MOST, 600, rows, ())
-    batched = BatchedTarget(write, Letters(), plan, lambda _: None, cached)  # type: ignore[arg-type]
+    batched = BatchedTarget(write, Letters(), plan)  # type: ignore[arg-type]
     return list(batched.answers(tasks)), batches
 
 
@@ -61,13 +58,13 @@ def task(line: int, turn: str | None, *, turn_pass: int = 0, system: str | None 
     return Task(prompt, turn_pass, 0.0, 0, held_out)
 
 
-def test_prompts_of_similar_length_are_answered_together_as_many_as_memory_holds() -> None:
-    turns = ["a", "b" * 100, "c", "d" * 90]
+def test_so_many_prompts_are_answered_together_and_the_longest_are_left_out() -> None:
+    turns = ["a", "b" * 100, "c" * 600, "d"]
 
-    found, batches = answered([task(line, turn) for line, turn in enumerate(turns)], cached=2 * (96 + MOST))
+    found, batches = answered([task(line, turn) for line, turn in enumerate(turns)], rows=3)
 
-    assert [[len(prompt) for prompt in batch] for batch in batches] == [[7, 7], [96], [106]]
-    assert [answer.key for batch in found for answer in batch] == [f"some:{line}:0:0:0" for line in (0, 2, 3, 1)]
+    assert [[len(prompt) for prompt in batch] for batch in batches] == [[7, 106], [7]]
+    assert [answer.key for batch in found for answer in batch] == [f"some:{line}:0:0:0" for line in (0, 1, 3)]
 
 
 def test_templates_get_long_answers_and_what_they_answer() -> None:
@@ -82,7 +79,7 @@ def test_a_question_of_the_target_is_answered_without_its_system_message_in_ever
     _, batches = answered([task(0, None, turn_pass=number, system="S") for number in range(2)])
 
     question = ">" * MOST
-    assert batches == [["<system>S<user>"] * 2, [f"<user>{question}", f"<system>S<user>{question}"]]
+    assert batches == [["<system>S<user>"] * 2, [f"<system>S<user>{question}", f"<user>{question}"]]
 
 
 def test_a_run_that_goes_on_draws_other_numbers_than_the_one_before() -> None:
@@ -95,7 +92,7 @@ def test_a_run_that_goes_on_draws_other_numbers_than_the_one_before() -> None:
             seeds.append(plan.seed)
             return [prompt[-1:] * MOST for prompt in prompts]
 
-        batched = BatchedTarget(write, Letters(), AnswerPlan(MOST, 600, 8, ()), lambda _: None)  # type: ignore[arg-type]
+        batched = BatchedTarget(write, Letters(), AnswerPlan(MOST, 600, 8, ()))  # type: ignore[arg-type]
         assert list(batched.answers([task(0, None, turn_pass=number) for number in passes]))
         return seeds
 

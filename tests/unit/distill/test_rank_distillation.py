@@ -20,13 +20,14 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError, TargetUnavailable
 from cluster.wire.generation_client import GenerationClient
 from cluster.wire.target_client import GrpcTarget
-from deploy.distillation import rank_writer, single_process
+from deploy.distillation import one_rank, rank_writer
 from deploy.distillation import target_ranks as target_ranks_module
-from deploy.distillation.target_ranks import TargetRanks, target_ranks
+from deploy.distillation.one_rank import TargetRanks
+from deploy.distillation.target_ranks import target_ranks
 from pilotfish.v1 import generation_pb2
+from tests.support.models.plain_generation import greedy_texts
 from tests.unit.distill.conftest import Command
 from workers.distill.answers import read_answers
-from workers.distill.eagle3.texts import WritingPlan, continuations
 from workers.distill.modules.tap_cache import TapCache, states_of, taps_of
 from workers.distill.target_model import load_target
 from workers.model.model_files import end_of_sequence_ids
@@ -86,7 +87,6 @@ def test_ranks_write_texts_and_show_states_and_trainers_never_have_the_target(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A rank dies while texts are written. They are those of a model of `transformers` all the same."""
-    monkeypatch.setattr(single_process, "load_target", None)  # loading it would be an error
     out = command.directory / "draft"
 
     code = command.run_words(command.words(out, *KIND, *TEXTS, *ON_RANKS, "--steps", "4", "--workers", "2"))
@@ -99,8 +99,7 @@ def test_ranks_write_texts_and_show_states_and_trainers_never_have_the_target(
     target = load_target(command.target, torch.device("cpu"))
     answers = read_answers(command.work / "answers.jsonl")
     assert sum(one.held_out for one in answers) == 2 and len(answers) == 20
-    plan = WritingPlan(24, end_of_sequence_ids(command.target), 0)
-    expected = continuations(target, [one.prompt for one in answers], [0.0] * len(answers), plan)
+    expected = greedy_texts(target, [one.prompt for one in answers], 24, end_of_sequence_ids(command.target))
     assert [one.answer for one in answers] == expected
     stored = TapCache(states_of(command.target, command.work / "states"), (*TAPS, LAYERS), 48, LENGTH)
     known = [one for one in answers if stored.has(one)]
@@ -108,6 +107,26 @@ def test_ranks_write_texts_and_show_states_and_trainers_never_have_the_target(
     for one in known:
         (states,) = taps_of(target, [(*one.prompt, *one.answer)], stored.taps)
         torch.testing.assert_close(stored.of(one).float(), states.float(), rtol=2**-7, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_one_rank_writes_texts_in_the_process_of_the_command(
+    command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are those of a model of `transformers`, and Ray is not needed."""
+    out, device = command.directory / "draft", ("--set", "target.device=cpu")
+
+    code = command.run_words(command.words(out, *KIND, *TEXTS, *device, "--steps", "2"))
+
+    said = " ".join(capsys.readouterr().err.split())
+    assert code == 0, said
+    assert "the target starts on 1 rank, to write texts" in said
+    assert "tokens per step on held out, as it is served" in said
+    assert not ray.is_initialized()
+    answers = read_answers(command.work / "answers.jsonl")
+    target = load_target(command.target, torch.device("cpu"))
+    expected = greedy_texts(target, [one.prompt for one in answers], 24, end_of_sequence_ids(command.target))
+    assert len(answers) == 20 and [one.answer for one in answers] == expected
 
 
 @pytest.mark.parametrize(
@@ -135,7 +154,7 @@ class Supervisor:
 
 
 async def test_work_ends_once_ranks_cannot_start_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_ranks_module, "_HEALTH_SECONDS", 0.001)
+    monkeypatch.setattr(one_rank, "_HEALTH_SECONDS", 0.001)
     supervisor, begun = Supervisor(), asyncio.Event()
     ranks = TargetRanks(None, supervisor)  # type: ignore[arg-type]
 

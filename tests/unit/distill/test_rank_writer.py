@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from deploy.distillation import rank_writer
+from deploy.distillation import rank_writer, target_ranks
+from deploy.distillation.conversations import WritingPlan
 from deploy.distillation.execute import execute
 from deploy.distillation.rank_writer import RankWriter
 from pilotfish.v1 import generation_pb2
-from workers.distill.eagle3.texts import WritingPlan
 from workers.serve.configuration import load_configuration
 
 
@@ -89,7 +89,7 @@ def test_texts_that_may_be_longer_than_the_context_are_refused_before_one_is_wri
     async def info() -> object:
         return SimpleNamespace(max_context_len=39)
 
-    monkeypatch.setattr(rank_writer, "target_ranks", ranks)
+    monkeypatch.setattr(target_ranks, "target_ranks", ranks)
     monkeypatch.setattr(rank_writer, "LocalCluster", None)  # starting one would be another error
     message = "--max-length: 40 is refused; the target reads texts of 39 tokens at most"
     with writer() as one, pytest.raises(ConfigurationError, match=message):
@@ -108,7 +108,7 @@ def test_a_target_whose_configuration_cannot_be_read_is_refused_by_its_directory
     async def info() -> object:
         return SimpleNamespace(max_context_len=40)
 
-    monkeypatch.setattr(rank_writer, "target_ranks", ranks)
+    monkeypatch.setattr(target_ranks, "target_ranks", ranks)
     with (
         writer(path=str(tmp_path)) as one,
         pytest.raises(ModelLoadError, match=f"'{tmp_path}': its configuration cannot be read"),

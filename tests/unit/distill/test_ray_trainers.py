@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.engines.kept_kernels import KEPT
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.modules.tap_cache import states_of
@@ -34,7 +35,7 @@ BOUND = 1e-4
 """Largest difference of two small weights. A training moves them by up to 1e-2."""
 ROUNDED = 0.05
 """Largest share of weights that are stored as neighbouring numbers."""
-_EAGER = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+_EAGER = {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1", "PILOTFISH_CODE_DIR": str(KEPT)}
 
 
 SMALL = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from deploy.distillation import dspark, eagle3
 from deploy.distillation.checkpoints import FileCheckpoints
 from deploy.distillation.execute import execute
 from deploy.distillation.training_directory import TrainingDirectory
+from tests.support.engines.kept_kernels import KEPT
 from tests.unit.distill.conftest import LENGTH, PROMPT
 from workers.distill.answers import Answer, AnswerFile
 from workers.distill.device_training import DeviceTraining, Resumed
@@ -58,7 +60,8 @@ class Folder:
         """Train in a process, which kills itself before the step of this number, once. Returns its exit code."""
         module = "tests.unit.distill.training_in_processes"
         command = [sys.executable, "-m", module, self.kind, json.dumps(self.words()), str(dies)]
-        return subprocess.run(command, timeout=120, check=False).returncode
+        kept = os.environ | {"PILOTFISH_CODE_DIR": str(KEPT)}
+        return subprocess.run(command, timeout=120, check=False, env=kept).returncode
 
     def weights(self) -> dict[str, Tensor]:
         return load_file(self.path / "out" / "model.safetensors")

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, TargetUnavailable
-from deploy.distillation import dspark, eagle3, single_process
-from deploy.distillation.conversations import Write
+from deploy.distillation import dspark, eagle3
+from deploy.distillation.conversations import Tokens, Write, WritingPlan
 from deploy.distillation.execute import execute
+from tests.support.models.plain_generation import greedy_texts
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, Command
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.eagle3.states import TextStates
-from workers.distill.eagle3.texts import continuations
 from workers.distill.modules.tap_cache import ReadStates, TapCache, states_of, taps_of
 from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import load_target
@@ -87,17 +87,25 @@ def test_other_layers_have_no_weights(target: PreTrainedModel, directory: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-@pytest.mark.parametrize("is_stored", [False, True])
-def test_no_layer_of_the_target_is_left_while_a_draft_is_trained(
-    kind: str, is_stored: bool, directory: Path, answers: tuple[Answer, ...], tmp_path: Path
+def test_one_rank_of_the_engine_computes_the_states_and_no_layer_is_left_while_a_draft_is_trained(
+    kind: str, directory: Path, target: PreTrainedModel, answers: tuple[Answer, ...], tmp_path: Path
 ) -> None:
-    run = make_run(directory, answers, tmp_path, kind, is_stored=is_stored)
+    """Without a writer, the rank is in the same process. Its states are those of a model of `transformers`."""
+    told: list[str] = []
+    run = make_run(directory, answers, tmp_path, kind, told)
 
-    run.run()
+    execute(lambda *_: run, run.options)
 
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert len(run.target.get_decoder().layers) == 0
-    assert (tmp_path / "states").exists() == is_stored
+    assert sum("the target starts on 1 rank, to compute hidden states" in line for line in told) == 1
+    stored = TapCache(states_of(directory, tmp_path / "states"), run._stored.taps, 48, run.options.max_length)
+    known = [one for one in answers if stored.has(one)]
+    assert len(known) > len(answers) // 2  # some were lengthened
+    for one in known:
+        (states,) = taps_of(target, [(*one.prompt, *one.answer)], stored.taps)
+        # The states have values up to 600.
+        torch.testing.assert_close(stored.of(one).float(), states.float(), rtol=2**-7, atol=1e-2)
 
 
 class Writer:
@@ -112,11 +120,11 @@ class Writer:
     def writing(self) -> Write:
         self.calls.append("writing")
 
-        def write(*given: Any) -> list[tuple[int, ...]]:
+        def write(prompts: Sequence[Tokens], _: object, plan: WritingPlan) -> list[Tokens]:
             self._left -= 1
             if self._left < 0:
                 raise TargetUnavailable("the ranks are lost")
-            return continuations(self._target, *given)
+            return greedy_texts(self._target, prompts, plan.most_tokens, plan.stops)
 
         return write
 
@@ -147,7 +155,6 @@ def test_with_a_writer_no_process_that_trains_loads_the_target(tmp_path: Path, m
     """What is written is kept when the writer is lost, and a run that finds all texts and states needs none."""
     command = Command(tmp_path, monkeypatch)
     writer, lost = (Writer(load_target(command.target, CPU), batches) for batches in (math.inf, 1))
-    monkeypatch.setattr(single_process, "load_target", None)  # loading it would be an error
 
     with pytest.raises(TargetUnavailable, match="the ranks are lost"):
         run_with(lost, command)
@@ -165,15 +172,15 @@ def test_with_a_writer_no_process_that_trains_loads_the_target(tmp_path: Path, m
 def test_a_disk_without_room_for_the_states_is_refused_before_the_target_computes(
     directory: Path, answers: tuple[Answer, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(directory, answers, tmp_path, "eagle3", is_stored=True)
+    run = make_run(directory, answers, tmp_path, "eagle3")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     monkeypatch.setattr(TapCache, "fill", None)  # calling it would be another error
     refused = f"--states, or --work of pilotfish distill: {tmp_path / 'states'}/.* bytes, and its disk has 1 free"
     with pytest.raises(ConfigurationError, match=refused):
-        run.run()
+        execute(lambda *_: run, run.options)
 
 
-def make_run(directory: Path, answers: Sequence[Answer], work: Path, kind: str, *, is_stored: bool) -> Any:
+def make_run(directory: Path, answers: Sequence[Answer], work: Path, kind: str, told: list[str] | None = None) -> Any:
     """A training of one step on texts that are there."""
     (work / "prompts.jsonl").write_text(json.dumps({"question": "What is one?"}) + "\n")
     with AnswerFile(work / "answers.jsonl") as file:
@@ -182,9 +189,8 @@ def make_run(directory: Path, answers: Sequence[Answer], work: Path, kind: str, 
     words = ["--target", str(directory), "--prompts", str(work / "prompts.jsonl"), "--out", str(work / "out")]
     words += ["--answers", str(work / "answers.jsonl"), "--write-seconds", "0", "--steps", "1", "--device", "cpu"]
     words += ["--max-length", str(2 * (PROMPT + LENGTH)), "--max-tokens", str(LENGTH)]
-    words += ["--states", str(work / "states")] if is_stored else []
     make, own = (eagle3, ["--vocabulary-size", "48"]) if kind == "eagle3" else (dspark, ["--blocks", "8"])
-    return make.Run(make.options([*words, *own]), lambda _: None)
+    return make.Run(make.options([*words, *own]), ([] if told is None else told).append)
 
 
 def test_states_are_those_of_exactly_these_weights(directory: Path, tmp_path: Path) -> None:
@@ -201,7 +207,7 @@ def test_states_are_those_of_exactly_these_weights(directory: Path, tmp_path: Pa
 def test_what_are_no_numbers_is_refused_by_the_name_of_the_option(
     directory: Path, answers: tuple[Answer, ...], tmp_path: Path
 ) -> None:
-    run = make_run(directory, answers, tmp_path, "eagle3", is_stored=False)
+    run = make_run(directory, answers, tmp_path, "eagle3")
     run.options.taps, run.options.temperatures = "first", "warm"
     with pytest.raises(ConfigurationError, match="--taps: 'first' is refused; it must be numbers with commas"):
         run.taps()

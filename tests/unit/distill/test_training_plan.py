@@ -47,7 +47,7 @@ def test_ranks_share_parameters_and_states_and_recomputing_saves_activations() -
     assert eighth.weights * 8 >= alone.weights > eighth.weights
     assert eighth.optimizer * 8 >= alone.optimizer > eighth.optimizer
     assert eighth.texts == alone.texts == 1000 * text_bytes(3, 48)
-    assert alone.between == TARGET.whole + alone.texts and eighth.between == TARGET.whole
+    assert alone.between == eighth.between == TARGET.whole
     assert again.forward < alone.forward and again.held == alone.held
 
 
@@ -109,6 +109,21 @@ def test_ranks_that_write_texts_have_a_part_of_the_target_each_before_a_training
     assert json.loads(capsys.readouterr().out)["target"]["ranks"] == 8
     print_plan(DistillOptions(kind="eagle3", plan=True), tmp_path, 8)
     assert "8 ranks write texts and compute" in capsys.readouterr().out
+
+
+def test_a_rank_has_the_weights_as_the_engine_stores_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In int8, embedding and head stay in bfloat16. A step does not depend on it."""
+    CONFIG.save_pretrained(tmp_path)
+    plans = {}
+    for quantization in ("none", "int8"):
+        print_plan(DistillOptions(kind="eagle3", plan=True, json=True), tmp_path, 1, quantization)
+        found = json.loads(capsys.readouterr().out)
+        target = TargetSize(**found["target"])
+        plans[quantization] = found["plans"][0]
+
+    others = target.parameters - 2 * 96 * 48
+    assert plans["int8"]["memory"]["between"] == plans["none"]["memory"]["between"] - others == target.ends + others
+    assert plans["int8"]["peak"] == plans["none"]["peak"]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def block_memory(
         forward=whole + casts + stem + body.layers * kept + end + loss,
         backward=whole + late + stem + backward + _backward(size, kept, layer, ranks, recomputes=recomputes),
         update=update_bytes(size, ranks),
-        between=target.to_write(stored if ranks == 1 else 0),
+        between=target.rank_bytes,
     )
 
 

@@ -108,7 +108,7 @@ def roll_out_memory(
         # On several ranks, all gradients are whole before they are summed.
         backward=max(whole + casts + stem + depths + gradients, 3 * whole + texts),
         update=texts + update_bytes(size, ranks),
-        between=target.to_write(stored if ranks == 1 else 0),
+        between=target.rank_bytes,
     )
 
 

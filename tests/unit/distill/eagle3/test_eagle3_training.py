@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from workers.distill.answers import Answer
 from workers.distill.eagle3.head import Eagle3Head
 from workers.distill.eagle3.memory import text_bytes
 from workers.distill.eagle3.states import TextStates, lengthened, target_probabilities
-from workers.distill.eagle3.texts import WritingPlan, continuations
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
 from workers.distill.memory import HALF
 from workers.distill.target_model import load_target
@@ -229,36 +227,3 @@ def test_a_share_of_texts_gets_others_before_it(answers: tuple[Answer, ...]) -> 
     assert all(40 < len(one.prompt) + len(one.answer) <= 64 for one in longer)
     assert [one.answer for one in found] == [one.answer for one in answers]
     assert lengthened(answers, 0.5, 64, seed=0)[0].prompt == found[0].prompt
-
-
-class TestContinuations:
-    def test_greedy_ones_are_those_of_transformers_whatever_the_length_of_a_prompt(self, target: Any) -> None:
-        prompts = [(5, 6, 7), (9, 8, 7, 6, 5, 4, 3), (11,)]
-
-        written = continuations(target, prompts, [0.0, 0.0, 1.0], WritingPlan(40, (), 0))
-
-        for prompt, found in zip(prompts[:2], written, strict=False):
-            wanted = target.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=[])
-            assert list(found) == wanted[0, len(prompt) :].tolist()
-        assert target.config._attn_implementation == "sdpa"
-
-    def test_a_row_ends_with_its_stop_token_and_the_others_go_on(self, target: PreTrainedModel) -> None:
-        prompts = [(5, 6, 7), (9, 8, 7), (11, 12, 13)]
-        whole = continuations(target, prompts, [0.0] * 3, WritingPlan(40, (), 0))
-        stop = whole[0][3]
-
-        written = continuations(target, prompts, [0.0] * 3, WritingPlan(40, (stop,), 0))
-
-        for found, full in zip(written, whole, strict=True):
-            end = full.index(stop) + 1 if stop in full else len(full)
-            assert found == full[:end]
-
-    def test_sampling_depends_on_the_seed_and_keeps_to_probable_tokens(self, target: PreTrainedModel) -> None:
-        prompts = [(5, 6, 7)] * 4
-        hot = [5.0] * 4
-
-        first, again, other = (continuations(target, prompts, hot, WritingPlan(8, (), seed)) for seed in (1, 1, 2))
-        probable = continuations(target, prompts, hot, WritingPlan(8, (), 1, floor=1.0))
-
-        assert first == again != other
-        assert probable == continuations(target, prompts, [0.0] * 4, WritingPlan(8, (), 1))
