@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from cluster.core.errors import ConfigurationError
@@ -33,12 +35,14 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
         print_plan(options, Path(target.path), target.tensor_parallel, target.quantization)
         return
     # These import torch, once all options are checked.
+    from deploy.distillation.served_texts import Server
     from deploy.distillation.single_process_job import distill_in_one_process
     from deploy.distillation.target import LocalTarget
     from deploy.models import resolve_models, served_name
     from workers.distill.job import DistillJob
     from workers.distill.modules.module_pipeline import distill_module
     from workers.distill.output import check_replaceable
+    from workers.distill.seq2seq_data import is_encoder_decoder
     from workers.distill.student_pipeline import check_options, distill_model
 
     check_replaceable(options.out)
@@ -46,18 +50,23 @@ def distill(options: DistillOptions, config: ConfigOption = None, assignments: S
         check_options(options)
     with notices.status("looking for the target") as status:
         models = resolve_models(settings.configuration, settings.cache_directory, status.update)
+    server = None if options.url is None else Server(settings, options.url, options.cacert)
+    if server is not None and is_encoder_decoder(models.target):
+        raise ConfigurationError(
+            "--url: refused for an encoder-decoder target; the command translates its sources itself"
+        )
     job = DistillJob(
         options=options,
         configuration=models.configuration,
         target=models.target,
         name=served_name(models.configuration),
         command_line=options.command_line(config, chosen),
-        notices=_TerminalNotices(),
-        served=LocalTarget(models.configuration),
+        notices=(told := _TerminalNotices()),
+        served=LocalTarget(models.configuration, server, told.print),
     )
-    make = {LAYERS: distill_model, **dict.fromkeys(SINGLE_PROCESS, distill_in_one_process)}.get(
-        options.kind, distill_module
-    )
+    make: Callable[[DistillJob], None] = distill_model if options.kind == LAYERS else distill_module
+    if options.kind in SINGLE_PROCESS:
+        make = partial(distill_in_one_process, server=server)
     try:
         make(job)
     except KeyboardInterrupt:

@@ -20,8 +20,10 @@ from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from deploy.distillation.conversations import Tokens, Write, WritingPlan
 from deploy.distillation.one_rank import TargetRanks, one_rank
+from deploy.distillation.served_texts import Server, TextClient
 from deploy.distillation.target import for_answers, together, with_many_sequences
 from deploy.local.local_cluster import LocalCluster
+from deploy.models import served_name
 from pilotfish.v1 import common_pb2, generation_pb2
 from workers.distill.modules.tap_cache import ReadStates
 from workers.distill.served_states import served_states
@@ -43,11 +45,18 @@ class RankWriter:
     states. A context manager.
     """
 
-    def __init__(self, configuration: Configuration, told: Callable[[str], None], max_length: int) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        told: Callable[[str], None],
+        max_length: int,
+        server: Server | None = None,
+    ) -> None:
         """`told` gets lines of the progress, and no text has more than `max_length` tokens.
 
-        Model paths in the configuration are local directories.
+        Model paths in the configuration are local directories. A `server` writes the texts in the place of the ranks.
         """
+        self._server = server
         self._configuration = with_many_sequences(for_answers(configuration))
         self._told = told
         self._max_length = max_length
@@ -83,10 +92,14 @@ class RankWriter:
         if self._write is not None:
             return self._write
         self.release()
-        ranks, api = self._run(self._begin_writing())
+        if self._server is None:
+            ranks, api = self._run(self._begin_writing())
+        else:
+            ranks, api = None, self._run(self._begin_asking(self._server))
 
         def write(prompts: Sequence[Tokens], temperatures: Sequence[float], plan: WritingPlan) -> list[Tokens]:
-            return self._run(ranks.guarded(api.continuations(prompts, temperatures, plan)))
+            writing = api.continuations(prompts, temperatures, plan)
+            return self._run(writing if ranks is None else ranks.guarded(writing))
 
         self._write = write
         return write
@@ -129,6 +142,15 @@ class RankWriter:
         most = min(context, limits.max_output_tokens or context)
         return ranks, _Api(client, context, most, self.sequences, limits.max_timeout_seconds)
 
+    async def _begin_asking(self, server: Server) -> _Api:
+        target = self._configuration.target
+        self._told(f"{server.url} writes texts")
+        client = await self._stack.enter_async_context(
+            server.client(Path(target.path), served_name(self._configuration), self._told)
+        )
+        self._check_length(client.context)
+        return _Api(client, client.context, client.context, self.sequences, 0.0)
+
     async def _begin_reading(self, taps: Sequence[int]) -> _States:
         configuration = self._configuration
         ranks = await self._stack.enter_async_context(self._ranks("compute hidden states", taps))
@@ -141,18 +163,21 @@ class RankWriter:
     async def _context(self, target: Target) -> int:
         """Most tokens of a text that the target reads. Raises `ConfigurationError` if texts may have more."""
         context = (await target.info()).max_context_len
+        self._check_length(context)
+        return context
+
+    def _check_length(self, context: int) -> None:
         if self._max_length > context:
             raise ConfigurationError(
                 f"--max-length: {self._max_length} is refused; the target reads texts of {context} tokens at most"
             )
-        return context
 
 
 @dataclass(frozen=True, slots=True)
 class _Api:
     """Lets a cluster continue prompts, all that it has sequences for at the same time."""
 
-    client: GenerationClient
+    client: TextClient
     context: int
     """Most tokens of a prompt and its continuation."""
     most_tokens: int

@@ -12,6 +12,7 @@ from deploy.dataclass_options import flag
 from deploy.distillation import dspark, eagle3
 from deploy.distillation.execute import execute
 from deploy.distillation.rank_writer import RankWriter
+from deploy.distillation.served_texts import Server
 from workers.distill.data import ANSWERS
 from workers.distill.divergence import divergence_named
 from workers.distill.job import DistillJob
@@ -31,11 +32,11 @@ _OF_OTHER_KINDS = (
 )
 
 
-def distill_in_one_process(job: DistillJob) -> None:
+def distill_in_one_process(job: DistillJob, server: Server | None = None) -> None:
     """Train a draft as the options of `pilotfish distill` say, and measure it as it is served.
 
     Of `--minutes`, the target writes texts for two fifths at most: `target.tensor_parallel` ranks of the serving engine
-    write them and compute their hidden states. Raises `PilotfishError`.
+    write them, or a `server` does, and compute their hidden states. Raises `PilotfishError`.
     """
     given = job.options
     is_block = given.kind == DSPARK
@@ -56,7 +57,7 @@ def distill_in_one_process(job: DistillJob) -> None:
     told = job.notices.print
     make = dspark if is_block else eagle3
     chosen = make.options(words)
-    with RankWriter(job.configuration, told, given.max_length) as writer:
+    with RankWriter(job.configuration, told, given.max_length, server) as writer:
         chosen.rows = _ROUNDS * writer.sequences
         texts = execute(make.Run, chosen, told, writer)
     gc.collect()  # whoever serves the draft needs the memory of the training

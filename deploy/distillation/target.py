@@ -1,4 +1,4 @@
-"""The target of a distillation, served in this process: it answers prompts, and drafts with a trained module."""
+"""The target of a distillation: it answers prompts, here or on a running server, and drafts with a trained module."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from cluster.generation.text.tokenizer import Tokenizer
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from deploy.distillation.conversations import opened, system_messages
+from deploy.distillation.served_texts import Server, TextClient
 from deploy.local.local_cluster import LocalCluster
+from deploy.models import served_name
 from deploy.translation.sources import read_sources
 from pilotfish.v1 import common_pb2, generation_pb2
 from workers.distill.answers import Answer, AnswerFile, Leading
@@ -43,10 +45,14 @@ _MIN_SEQUENCES = 32
 
 @dataclass(frozen=True, slots=True)
 class LocalTarget:
-    """The target of a configuration, served in this process. It is a `ServedTarget`."""
+    """The target of a configuration, served in this process unless a server has it. It is a `ServedTarget`."""
 
     configuration: Configuration
     """The configuration of the target. Its models are named by their directories."""
+    server: Server | None = None
+    """Answers in the place of this process; it still drafts with modules itself."""
+    told: Callable[[str], None] = lambda _: None
+    """Gets a line for each request that is sent to the server again."""
 
     def read_sources(self, path: Path, field: str | None) -> tuple[str, ...]:
         """The sources in a file. Raises `InvalidRequest`, which names the line."""
@@ -58,7 +64,18 @@ class LocalTarget:
 
     def answer(self, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Callable[[int], None]) -> None:
         """Append the target's answers that are not yet in `file`, until the quota is met. Raises `PilotfishError`."""
-        asyncio.run(answer_all(with_many_sequences(self.configuration), tasks, file, quota, report))
+        configuration = with_many_sequences(self.configuration)
+        asyncio.run(answer_all(configuration, tasks, file, quota, report, partial(self._client, configuration)))
+
+    @asynccontextmanager
+    async def _client(self, configuration: Configuration) -> AsyncIterator[TextClient]:
+        if self.server is None:
+            async with local_client(configuration) as client:
+                yield client
+        else:
+            target = configuration.target
+            async with self.server.client(Path(target.path), served_name(configuration), self.told) as served:
+                yield served
 
     def draft_with(self, module: Path, kind: str, prompts: Sequence[tuple[int, ...]], most_tokens: int) -> ServedTokens:
         """Answer the prompts greedily with drafts of the module of this kind in a directory."""
@@ -137,13 +154,30 @@ def with_many_sequences(configuration: Configuration) -> Configuration:
     return configuration.model_copy(update={"scheduler": scheduler.model_copy(update=changes)})
 
 
+@asynccontextmanager
+async def local_client(configuration: Configuration) -> AsyncIterator[TextClient]:
+    """A client of a cluster that serves the target in this process, without drafts, while the context lasts."""
+    async with LocalCluster(for_answers(configuration)) as cluster:
+        client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
 async def answer_all(
-    configuration: Configuration, tasks: Iterable[Task], file: AnswerFile, quota: Quota, report: Callable[[int], None]
+    configuration: Configuration,
+    tasks: Iterable[Task],
+    file: AnswerFile,
+    quota: Quota,
+    report: Callable[[int], None],
+    connect: Callable[[], AbstractAsyncContextManager[TextClient]] | None = None,
 ) -> None:
     """Append the answers that are not yet in `file`, until the quota is met.
 
     Conversations that have begun are finished, and held-out tasks are always answered, unless `quota.ends` comes first.
-    As many conversations run at once as the scheduler has sequences. Model paths are local directories.
+    As many conversations run at once as the scheduler has sequences. Model paths are local directories. `connect` gives
+    what answers, once something has to be; unset: a cluster in this process.
 
     Raises `PilotfishError`.
     """
@@ -154,8 +188,7 @@ async def answer_all(
     if first is None:
         return
     waiting = chain((first,), waiting)
-    async with LocalCluster(for_answers(configuration)) as cluster:
-        client = GenerationClient(fixed_address(cluster.grpc_address), cluster.access)
+    async with connect() if connect is not None else local_client(configuration) as client:
         runner = _ConversationRunner(client, tokenizer, configuration.limits.max_timeout_seconds, quota)
 
         async def work() -> None:
@@ -165,10 +198,7 @@ async def answer_all(
                         file.append(answer)
                 report(file.answer_tokens)
 
-        try:
-            await together(configuration.scheduler.max_sequences, work, quota.ends)
-        finally:
-            await client.close()
+        await together(configuration.scheduler.max_sequences, work, quota.ends)
 
 
 async def together(count: int, work: Callable[[], Coroutine[Any, Any, None]], ends: float | None) -> None:
@@ -202,7 +232,7 @@ def _wanted(tasks: Iterable[Task], file: AnswerFile, quota: Quota, ends: float) 
 class _ConversationRunner:
     """Runs multi-turn conversations against the cluster."""
 
-    client: GenerationClient
+    client: TextClient
     tokenizer: Tokenizer
     timeout_seconds: float
     quota: Quota

@@ -47,6 +47,15 @@ class DistillOptions:
     ] = False
     device_gb: Annotated[float, "For --plan: memory of a device in GB."] = 80.0
     json: Annotated[bool, "For --plan: print JSON."] = False
+    url: Annotated[
+        str | None,
+        "The HTTP API of a running server that has the same target and answers the prompts, such as http://host:8000. "
+        "Unset: this command serves the target itself.",
+    ] = None
+    cacert: Annotated[
+        str | None,
+        "PEM file of certificates by which an https server is checked. Unset: server.tls.ca, or the system's.",
+    ] = None
     field: Annotated[
         str | None,
         "For an encoder-decoder target: the field of the JSONL prompts that holds the source. Unset: every "
@@ -213,6 +222,8 @@ class DistillOptions:
     def _check_files(self) -> None:
         if not self.prompts:
             raise ConfigurationError("--prompts: needed at least one file, found none")
+        if self.cacert is not None and self.url is None:
+            raise ConfigurationError("--cacert: needed with --url, found alone")
         if self.out == Path():
             raise ConfigurationError("--out: needed a directory, found none")
         if self.work_directory.resolve().is_relative_to(self.out.resolve()):
@@ -242,7 +253,7 @@ class DistillOptions:
         words += [f"--set {_without_directories(assignment)}" for assignment in assignments]
         for field in fields(self):
             value = getattr(self, field.name)
-            if value == field.default or field.name == "work":
+            if value == field.default or field.name in ("work", "url", "cacert"):
                 continue
             for part in value if field.name == "prompts" else (value,):
                 words.append(_option(field.name) if part is True else f"{_option(field.name)} {_written(part)}")

@@ -23,7 +23,7 @@ def test_the_training_of_make_cuda_is_parsed(tmp_path: Path, monkeypatch: pytest
     (line,) = (one for one in printed.replace("\\\n", " ").splitlines() if "pilotfish distill" in one)
     words = shlex.split(line)[2:]
     command, jobs = Command(tmp_path, monkeypatch), list[DistillJob]()
-    monkeypatch.setattr(single_process_job, "distill_in_one_process", jobs.append)
+    monkeypatch.setattr(single_process_job, "distill_in_one_process", lambda job, server: jobs.append(job))
     monkeypatch.chdir(ROOT)
     own = ["--set", f"target.path={command.target}", "--set", "target.device=cpu"]
 
