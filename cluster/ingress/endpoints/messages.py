@@ -29,8 +29,9 @@ from pilotfish.v1 import generation_pb2
 _STOP_REASONS = {
     generation_pb2.FINISH_REASON_STOP: "end_turn",
     generation_pb2.FINISH_REASON_LENGTH: "max_tokens",
-    generation_pb2.FINISH_REASON_ABORT: "end_turn",
+    generation_pb2.FINISH_REASON_ABORT: "pause_turn",
 }
+"""Sent back as it is, an aborted answer is continued, as what Anthropic names a paused turn is."""
 _CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,18 @@ async def test_errors_before_the_route_have_anthropics_form(tmp_path: Path) -> N
     assert error_of(large)[:2] == (413, "request_too_large")
     named = await api.http.post("/v1/messages", json=BODY, headers=[(b"x-request-id", "\N{FISH}".encode())])
     assert error_of(named)[:2] == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_aborted_answer_is_not_the_end_of_the_turn(tmp_path: Path, stream: bool) -> None:
+    api = api_that_writes(tmp_path, TEXT)
+    api.engine.hold_after = 1
+    waiting = asyncio.create_task(api.post("/v1/messages", **BODY, stream=stream))
+    assert api.engine.abort(await api.engine.arrived.get())
+    response = await waiting
+    events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line[:5] == "data:"]
+    found = next(one["delta"] for one in events if one["type"] == "message_delta") if stream else response.json()
+    assert (found["stop_reason"], found["stop_sequence"]) == ("pause_turn", None)
 
 
 async def test_callers_without_a_key_get_anthropics_error(tmp_path: Path) -> None:
