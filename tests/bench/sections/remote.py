@@ -2,21 +2,30 @@
 
 Target and drafter are processes with a core each. On rank 0 the same drafts take the target's core; elsewhere they take
 messages, which a coordinator delays. The crossing point is the delay up to which the drafter elsewhere is faster.
+The bytes that reach a drafter are counted on a socket: where its first matrix is applied to the hidden states on rank
+0, one feature of each token crosses, and otherwise the states of all taps.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 
 from cluster.core.config.sections import Configuration
+from cluster.core.drafting import DraftRow, Evidence, HiddenStates
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
+from deploy.implied_settings import with_implied_settings
 from deploy.settings import load_settings
 from tests.bench import drafting
 from tests.bench.drafting import Passes
 from tests.bench.options import Options
 from tests.bench.processes import clusters
 from tests.bench.report import heading, ratios, spread, table, write
+from tests.support.clusters.drafter_bytes import BUDGET, sent_bytes, shown_rows
 
 METHODS = ("model", "block")
 """A draft model drafts ahead while the target verifies; a block takes one pass when it is asked."""
@@ -25,6 +34,10 @@ FACTORS, QUICK_FACTORS = (1, 3, 10), (1,)
 DELAYS, QUICK_DELAYS = (0.0, 0.002, 0.01), (0.0, 0.01)
 """Delays of a message, in seconds."""
 PROMPTS = 4
+SHOWN = 16
+"""Tokens after the prompt whose bytes are counted."""
+WIDTH_8B, TAPS_8B = 4096, 5
+"""Hidden size of Llama-3.1-8B and of Qwen3-8B, and the taps of a DFlash drafter."""
 ROOM = (
     "target.kv.prefix_cache=false",
     "target.kv.pool_bytes=268435456",
@@ -46,6 +59,39 @@ def run(options: Options) -> None:
     table(("drafts, target's cost", "cost ratio", "rank 0 ÷ plain", *shown, "crossing, ms", "equal to plain's"), rows)
     write(f"batch 1, greedy, {PROMPTS} prompts of {options.answer_tokens} tokens, without the time of the prompts;")
     write("cost ratio: time of a proposal on rank 0 ÷ a plain round; crossing: see `crossing`")
+    _report_bytes(options)
+
+
+def _report_bytes(options: Options) -> None:
+    """Count the bytes that a token costs on the way to a drafter, for the shipped EAGLE head and in an 8B shape."""
+    settings = ("draft.method=eagle", "draft.placement=drafter", "target.kv.pool_bytes=67108864")
+    target = with_implied_settings(options.configuration(*settings)).target
+    evidence = target.evidence
+    apart = target.model_copy(update={"evidence": evidence.model_copy(update={"fusion": None})})
+    prompt = options.prompts(1)[0]
+    shown = {
+        "EAGLE head, features": shown_rows(target, prompt, SHOWN),
+        f"EAGLE head, {len(evidence.taps)} taps": shown_rows(apart, prompt, SHOWN),
+        "8B, features": _shaped_rows(WIDTH_8B),
+        f"8B, {TAPS_8B} taps": _shaped_rows(TAPS_8B * WIDTH_8B),
+    }
+    table(("of each token", "bytes of states", "bytes sent"), [_byte_row(name, rows) for name, rows in shown.items()])
+    write("one token in a call over gRPC, mean of the calls after the prompt's; no draft is verified")
+
+
+def _shaped_rows(width: int) -> list[DraftRow]:
+    """Rows of one token each, after the first, with hidden states of `width` values."""
+    rows = [DraftRow(SequenceId("a"), 1, (1,), BUDGET, SequenceStart(1, SamplingParameters()))]
+    for length in range(2, 2 + SHOWN):
+        hidden = HiddenStates(length - 2, width, bytes(2 * width))
+        rows.append(DraftRow(SequenceId("a"), length, (1,), BUDGET, evidence=(Evidence(length - 1, hidden=hidden),)))
+    return rows
+
+
+def _byte_row(name: str, rows: Sequence[DraftRow]) -> list[str]:
+    sent = asyncio.run(sent_bytes(rows))[1:]
+    states = [2 * hidden.width * len(hidden) for row in rows[1:] for one in row.evidence if (hidden := one.hidden)]
+    return [name, f"{statistics.mean(states):,.0f}", f"{statistics.mean(sent):,.0f}"]
 
 
 def crossing(delays: tuple[float, ...], seconds: list[float], bound: float) -> float | None:

@@ -7,7 +7,9 @@ crossing point is the delay of a message up to which the drafter elsewhere is fa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 
 from deploy.simulation.capacity.capacity_run import simulate_capacity
 from deploy.simulation.capacity.options import CapacityOptions
@@ -50,22 +52,26 @@ SETUPS = (
 def run(options: Options) -> None:
     """Simulate and report."""
     heading("Remote: drafting on rank 0 against a drafter elsewhere, simulated")
-    rows = [_row(setup, ratio) for setup in SETUPS for ratio in (QUICK_COST_RATIOS if options.quick else COST_RATIOS)]
+    cases = [(setup, ratio) for setup in SETUPS for ratio in (QUICK_COST_RATIOS if options.quick else COST_RATIOS)]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:  # each case is the same in any process
+        rows = list(processes.map(_row, cases))
     shown = [f"elsewhere ÷ rank 0, {1e3 * delay:g} ms" for delay in DELAYS]
-    table(("drafts", "in flight", "cost ratio", "rank 0 ÷ plain", *shown, "crossing, ms"), rows)
+    rates = ("plain, tokens/s", "rank 0, tokens/s", "rank 0 ÷ plain")
+    table(("drafts", "in flight", "cost ratio", *rates, *shown, "crossing, ms"), rows)
     write(f"always {NODES} drafted tokens, of which each is right with probability {ACCEPTANCE:g} after right ones;")
     write("cost ratio: a pass of the drafter ÷ a plain step of one row; one plain step takes")
     write(f"{1e3 * _plain_step(_options(SETUPS[0]).times()):.2f} ms; ahead, only the likeliest outcome is drafted for")
 
 
-def _row(setup: Setup, ratio: float) -> list[str]:
+def _row(case: tuple[Setup, float]) -> list[str]:
+    setup, ratio = case
     plain = _rate(_options(setup, drafters=0), ratio, setup)
     local = _rate(_options(setup, placement="target"), ratio, setup)
     remote = [_rate(_options(setup, drafter_delay=delay, **setup.elsewhere), ratio, setup) for delay in DELAYS]
     found = crossing(DELAYS, [1 / rate for rate in remote], 1 / local)
-    write(f"{setup.name}, {ratio:g}: {plain:.0f}, {local:.0f}, {', '.join(f'{rate:.0f}' for rate in remote)} tokens/s")
     times = [f"{rate / local:.2f}" for rate in remote]
-    return [setup.name, str(setup.in_flight), f"{ratio:g}", f"{local / plain:.2f}", *times, as_text(found)]
+    rates = (f"{plain:.0f}", f"{local:.0f}", f"{local / plain:.2f}")
+    return [setup.name, str(setup.in_flight), f"{ratio:g}", *rates, *times, as_text(found)]
 
 
 def _options(setup: Setup, **changes: object) -> CapacityOptions:
