@@ -157,6 +157,7 @@ class Proposer:
             forced=forced,
             next_budgets=self._source.next_budgets(plan, probed),
             later=len(later.rows),
+            wants_following=self._source.wants_following,
         )
 
     def receive(self, rows: tuple[VerifyRow, ...], step: StepResult, drafts: RoundDrafts) -> DraftTime:

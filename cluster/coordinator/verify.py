@@ -30,7 +30,15 @@ class Verifier:
 
     def rows(self, plan: Plan, drafts: RoundDrafts) -> tuple[VerifyRow, ...]:
         """Return the rows to send, with their drafts. No state changes."""
-        return self._quarantine.select(build_rows(plan, self._table.running, drafts.proposals, drafts.next_budgets))
+        return self._quarantine.select(
+            build_rows(
+                plan,
+                self._table.running,
+                drafts.proposals,
+                drafts.next_budgets,
+                wants_following=drafts.wants_following,
+            )
+        )
 
     async def verify(self, rows: tuple[VerifyRow, ...]) -> StepResult:
         """Compute the rows in one forward pass. Raises `TargetUnavailable`."""
@@ -49,8 +57,13 @@ def build_rows(
     running: Mapping[SequenceId, LiveSequence],
     proposals: Mapping[SequenceId, Proposal],
     next_budgets: Mapping[SequenceId, DraftBudget] = MappingProxyType({}),
+    *,
+    wants_following: bool = False,
 ) -> tuple[VerifyRow, ...]:
-    """The planned rows of the sequences that still run, each with its draft and its next budget if it has them."""
+    """The planned rows of the sequences that still run, each with its draft and its next budget if it has them.
+
+    `wants_following`: drafters elsewhere want to know what the grammars of sequences allow after the step.
+    """
     rows: list[VerifyRow] = []
     for planned in plan.rows:
         live = running.get(planned.sequence_id)
@@ -71,9 +84,15 @@ def build_rows(
             distributions=() if draft is None else draft.distributions,
             next_budget=next_budgets.get(sequence.id, NO_DRAFT),
             origins=() if draft is None else draft.origins,
+            wants_following=wants_following and planned.decide and _follows_grammar(live),
         )
         rows.append(row)
     return tuple(rows)
+
+
+def _follows_grammar(live: LiveSequence) -> bool:
+    """Whether the sequence has a grammar and may have drafts."""
+    return live.sequence.request.sampling.grammar is not None and live.max_draft_tokens != 0
 
 
 def _trim(proposal: Proposal | None, planned: PlannedRow) -> Proposal | None:

@@ -37,6 +37,10 @@ MAX_TAP_WIDTH = 1 << 20
 """Most values of the hidden states at one position."""
 MAX_DISTRIBUTION_TOKENS = 256
 """Most tokens of a truncated draft distribution."""
+MAX_LISTED_TOKENS = 256
+"""Most tokens of a list that says which may follow, or which may not."""
+MAX_LISTED_VOCABULARY = 1 << 20
+"""Largest vocabulary of which such lists are made."""
 
 MAX_TEMPERATURE = 1e6
 MAX_TOP_K = 1 << 20

@@ -7,7 +7,7 @@ forward passes showed of the sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
@@ -158,13 +158,40 @@ class DraftDistribution:
 
 
 @dataclass(frozen=True, slots=True)
+class ListedTokens:
+    """Tokens that may be at a place, by a short list: of themselves, or of all others of the vocabulary.
+
+    Where both lists are long, none is excluded.
+    """
+
+    vocabulary_size: int
+    tokens: tuple[int, ...]
+    """The list, ascending: at most `MAX_LISTED_TOKENS`."""
+    are_allowed: bool
+    """Whether the listed tokens may be there. Otherwise all others may."""
+
+    def permits(self, token: int) -> bool:
+        """Whether a token may be at the place; none beyond the vocabulary may."""
+        return token < self.vocabulary_size and (token in self.tokens) == self.are_allowed
+
+    def mask(self) -> bytes:
+        """For each token of the vocabulary, 1 if it may be at the place and 0 if not."""
+        found = bytearray([not self.are_allowed]) * self.vocabulary_size
+        for token in self.tokens:
+            found[token] = self.are_allowed
+        return bytes(found)
+
+
+@dataclass(frozen=True, slots=True)
 class NextTokens:
     """What the grammar of a sequence says of its next tokens. A draft that ignores it is only less useful."""
 
     forced: tuple[int, ...] = ()
     """The next tokens, as far as the grammar allows one alone at each place."""
     allowed: bytes = b""
-    """For each token of the vocabulary, 1 if it may follow them and 0 if not; empty: nothing is known."""
+    """For each token of the vocabulary, 1 if it may follow them and 0 if not. Empty for a drafter elsewhere."""
+    listed: ListedTokens | None = None
+    """What may follow them, for a drafter elsewhere. `None` if that is unknown, or `allowed` says it."""
 
     def permits(self, depth: int, token: int) -> bool:
         """Whether a token may be at a depth of a draft, from 0; a place behind what is known permits all.
@@ -173,7 +200,15 @@ class NextTokens:
         """
         if depth < len(self.forced):
             return token == self.forced[depth]
-        return depth > len(self.forced) or not self.allowed or self.allowed[token : token + 1] == b"\1"
+        if depth > len(self.forced):
+            return True
+        if self.listed is not None:
+            return self.listed.permits(token)
+        return not self.allowed or self.allowed[token : token + 1] == b"\1"
+
+    def mask(self) -> bytes:
+        """For each token of the vocabulary, 1 if it may follow `forced` and 0 if not; empty: nothing is known."""
+        return self.allowed if self.listed is None else self.listed.mask()
 
 
 ANY_TOKENS = NextTokens()
@@ -197,8 +232,8 @@ class DraftRow:
     evidence: tuple[Evidence, ...] = ()
     """What the target showed since the previous row, oldest first. It may have gaps, because a target that finds the KV
     of a prefix does not compute it."""
-    next_tokens: NextTokens = field(default=ANY_TOKENS, compare=False)
-    """What the sequence's grammar says of the draft's first tokens. A drafter elsewhere is not sent it."""
+    next_tokens: NextTokens = ANY_TOKENS
+    """What the sequence's grammar says of the draft's first tokens. A drafter elsewhere is sent lists, but no mask."""
 
     @property
     def known_len(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.core.draft_origin import DraftOrigin
-from cluster.core.drafting import DraftBudget, RowFaultCode
+from cluster.core.drafting import DraftBudget, ListedTokens, RowFaultCode
 from cluster.core.errors import InvalidRequest
 from cluster.core.ids import SequenceId
 from cluster.core.request import (
@@ -38,6 +38,7 @@ class Sequence:
         "_stored_len",
         "arrival",
         "finish",
+        "following",
         "forced",
         "id",
         "request",
@@ -54,6 +55,8 @@ class Sequence:
         self.finish: FinishReason | None = None
         self.forced: tuple[int, ...] = ()
         """Tokens that follow because the grammar allows no other ones. They are drafts that are certainly accepted."""
+        self.following: ListedTokens | None = None
+        """What the grammar allows after `forced`, as far as it is known."""
         self._longest = len(request.prompt) + request.stopping.max_tokens
         self._stored_len = 0
         self._cached_len: int | None = None
@@ -162,7 +165,7 @@ class Sequence:
         self._steps += 1
         self.tokens.extend(tokens)
         self.finish = finish
-        self.forced = () if finish is not None else verdict.forced
+        self.forced, self.following = ((), None) if finish is not None else (verdict.forced, verdict.following)
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return Commit(
             tokens=tokens,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.core import bounds
 from cluster.core.draft_origin import DraftOrigin
-from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftDistribution, Evidence, Proposal, RowFault
+from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftDistribution, Evidence, ListedTokens, Proposal, RowFault
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import USUAL_SCORING, BeamScoring, SequenceStart, TokenLogprobs
@@ -66,6 +66,8 @@ class VerifyRow:
     step shows that drafter nothing of the row, and with `EVIDENCE_ONLY` its hidden states alone."""
     origins: tuple[DraftOrigin, ...] = field(default=(), compare=False)
     """See `Proposal.origins`. The coordinator counts by them; the target does not get them."""
+    wants_following: bool = False
+    """Whether the verdict is to say what the grammar of the sequence allows next, for a drafter elsewhere."""
 
     @property
     def node_origins(self) -> tuple[DraftOrigin, ...]:
@@ -128,6 +130,8 @@ class Verdict:
     """If requested, one entry per prompt token among the row's pending ones, apart from the first of the prompt."""
     forced: tuple[int, ...] = ()
     """Tokens that follow `tokens` because the request's grammar allows no other one at each position."""
+    following: ListedTokens | None = None
+    """What the grammar allows after `forced`, if the row asked for it."""
 
     @property
     def accepted(self) -> int:

@@ -44,6 +44,8 @@ class RoundDrafts:
     """Largest trees that a drafter on the target proposes with this step, for the next round."""
     later: int = 0
     """Number of sequences that decide in the next round instead, because they are drafted for in this one."""
+    wants_following: bool = False
+    """Whether drafters elsewhere want to know what the grammars of sequences allow after the step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal
+from cluster.core.drafting import DraftBudget, DraftRow, ListedTokens, NextTokens, Proposal
 from cluster.core.errors import InvalidRequest
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.kv import KvGroup, KvLayout, KvOccupancy
@@ -105,6 +105,15 @@ budgets = built(DraftBudget, max_nodes=st.integers(0, 256), max_depth=st.integer
 
 
 @st.composite
+def listed_tokens(draw: st.DrawFn) -> ListedTokens:
+    size = draw(st.integers(1, 2**20))
+    found = sorted(draw(st.sets(st.integers(0, size - 1), max_size=8)))
+    return ListedTokens(
+        **all_fields(ListedTokens, vocabulary_size=size, tokens=tuple(found), are_allowed=draw(st.booleans()))
+    )
+
+
+@st.composite
 def verify_rows(draw: st.DrawFn) -> VerifyRow:
     pending = tuple(draw(st.lists(tokens, min_size=1, max_size=8)))
     decide = draw(st.booleans())
@@ -120,6 +129,7 @@ def verify_rows(draw: st.DrawFn) -> VerifyRow:
             start=draw(st.none() | starts),
             distributions=tuple(draw(distributions()) for _ in tree.tokens) if draw(st.booleans()) else (),
             next_budget=draw(budgets),
+            wants_following=draw(st.booleans()),
         )
     )
 
@@ -148,6 +158,7 @@ def verdicts(draw: st.DrawFn) -> Verdict:
             proposal=draw(st.none() | proposals()),
             prompt_logprobs=(draw(entries),) if draw(st.booleans()) else (),
             forced=draw(few_tokens),
+            following=draw(st.none() | listed_tokens()),
         )
     )
 
@@ -170,6 +181,7 @@ def draft_rows(draw: st.DrawFn) -> DraftRow:
             budget=draw(budgets),
             start=start,
             evidence=tuple(draw(evidences(step)) for step in steps),
+            next_tokens=NextTokens(draw(few_tokens), listed=draw(st.none() | listed_tokens())),
         )
     )
 

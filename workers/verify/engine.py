@@ -376,6 +376,9 @@ class TargetEngine:
         if self._evidence.any:
             evidence = self._collector.collect(index, row, accepted, tokens, logits[own.start : own.stop])
         self._runner.commit(entry.forward, accepted.nodes)
+        forced = self._grammars.forced(sequence, accepted.tokens)
+        ends = sequence.start.sampling.end_token_ids
+        is_asked = row.wants_following and bool(accepted.tokens) and accepted.tokens[-1] not in ends
         return Verdict(
             row.sequence_id,
             row.base_len,
@@ -383,7 +386,8 @@ class TargetEngine:
             drafted=len(row.tree),
             logprobs=walked.logprobs,
             evidence=evidence,
-            forced=self._grammars.forced(sequence, accepted.tokens),
+            forced=forced,
+            following=self._grammars.following(sequence, forced) if is_asked else None,
         )
 
     def _rule_accepts(self, entry: ReadyRow, decisions: Decisions, own: range) -> Accepted:

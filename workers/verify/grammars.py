@@ -12,8 +12,8 @@ import torch
 from llguidance import LLMatcher
 from torch import distributed
 
-from cluster.core.bounds import MAX_TREE_DEPTH
-from cluster.core.drafting import ANY_TOKENS, NextTokens, Proposal
+from cluster.core.bounds import MAX_LISTED_TOKENS, MAX_LISTED_VOCABULARY, MAX_TREE_DEPTH
+from cluster.core.drafting import ANY_TOKENS, ListedTokens, NextTokens, Proposal
 from cluster.core.tree import EMPTY_TREE
 from cluster.core.verification import VerifyRow
 from workers.sampling.context import AllowedTokens, Branch
@@ -115,13 +115,16 @@ class Grammars:
 
         Call it after `forced`.
         """
-        matcher = _reads_drafts(sequence)
-        if matcher is None:
-            return ANY_TOKENS
-        try:
-            return NextTokens(forced, matcher.allowed_after(forced).mask.numpy().tobytes())
-        except GrammarError:
-            return ANY_TOKENS  # the next row shows it
+        mask = _allowed_after(sequence, forced)
+        return ANY_TOKENS if mask is None else NextTokens(forced, mask.numpy().tobytes())
+
+    def following(self, sequence: SequenceState, forced: tuple[int, ...]) -> ListedTokens | None:
+        """Return what the grammar allows after a verdict and the tokens `forced`, as a short list; `None`: not known.
+
+        Call it after `forced`.
+        """
+        mask = _allowed_after(sequence, forced)
+        return None if mask is None or len(mask) > MAX_LISTED_VOCABULARY else listed_tokens(mask)
 
     def pruned(self, proposal: Proposal | None, sequence: SequenceState) -> Proposal | None:
         """Return a draft for the next step without the nodes that the grammar excludes.
@@ -215,3 +218,26 @@ def _reads_drafts(sequence: SequenceState) -> GrammarMatcher | None:
     """Return the matcher of a sequence if it may read drafts."""
     matcher = sequence.grammar
     return None if matcher is None or matcher.attempt is Attempt.WITHOUT_DRAFTS else matcher
+
+
+def _allowed_after(sequence: SequenceState, forced: tuple[int, ...]) -> torch.Tensor | None:
+    """What the grammar allows after a verdict and the tokens `forced`, bool [vocabulary]; `None`: not known."""
+    matcher = _reads_drafts(sequence)
+    if matcher is None:
+        return None
+    try:
+        return matcher.allowed_after(forced).mask
+    except GrammarError:
+        return None  # the next row shows it
+
+
+def listed_tokens(mask: torch.Tensor) -> ListedTokens:
+    """The tokens that `mask`, bool [vocabulary], allows: by the list of them or of the others, whichever is short.
+
+    Where both are too long for a message, none is excluded.
+    """
+    count = int(mask.count_nonzero())
+    are_allowed = count <= MAX_LISTED_TOKENS
+    is_short = are_allowed or len(mask) - count <= MAX_LISTED_TOKENS
+    listed = (mask if are_allowed else ~mask).nonzero().flatten().tolist() if is_short else ()
+    return ListedTokens(len(mask), tuple(listed), are_allowed)

@@ -11,7 +11,7 @@ from cluster.coordinator.clients.circuit_breaker import CircuitBreaker
 from cluster.coordinator.clients.release_queue import ReleaseQueue
 from cluster.coordinator.metrics import Metrics
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow, Evidence, Proposal, RowFaultCode
+from cluster.core.drafting import ANY_TOKENS, DraftBudget, DraftRow, Evidence, NextTokens, Proposal, RowFaultCode
 from cluster.core.errors import DrafterUnavailable, WorkerUnavailable
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
@@ -140,7 +140,9 @@ class DrafterClient:
         sequence = request.sequence
         synced = self._synced_lens.setdefault(sequence.id, 0)
         start = sequence.start if synced == 0 else None
-        return DraftRow(sequence.id, len(sequence), tuple(sequence.tokens[synced:]), request.budget, start, evidence)
+        known = NextTokens(sequence.forced, listed=sequence.following) if request.budget.max_nodes else ANY_TOKENS
+        new = tuple(sequence.tokens[synced:])
+        return DraftRow(sequence.id, len(sequence), new, request.budget, start, evidence, known)
 
     async def _run(self, rows: tuple[DraftRow, ...], vocabulary_size: int) -> ProposeResult:
         begun = self._clock()

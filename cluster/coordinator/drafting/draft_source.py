@@ -37,6 +37,10 @@ class DraftSource(Protocol):
     def is_idle(self) -> bool:
         """Whether no call is under way and no probe waits for its step."""
 
+    @property
+    def wants_following(self) -> bool:
+        """Whether verdicts are to say what grammars allow next; a drafter on the target knows without them."""
+
     def start(self, vocabulary_size: int) -> None:
         """Draft for a target that was reached for the first time or again; all tokens are within its vocabulary."""
 

@@ -49,6 +49,11 @@ class DraftsElsewhere:
         """Whether no call is under way."""
         return self._pool.is_idle
 
+    @property
+    def wants_following(self) -> bool:
+        """Whether any drafter is available: it is sent what grammars allow next."""
+        return self._pool.available > 0
+
     def start(self, vocabulary_size: int) -> None:
         """Keep the size of the target's vocabulary, within which all drafted tokens must be."""
         self._pool.start(vocabulary_size)

@@ -49,6 +49,11 @@ class DraftsOnTarget:
         """Whether no probe waits for its step."""
         return not self._probing
 
+    @property
+    def wants_following(self) -> bool:
+        """No: the target tells its drafter."""
+        return False
+
     def start(self, vocabulary_size: int) -> None:
         """Keep the size of the vocabulary. A new target has no drafts yet."""
         self._vocabulary_size = vocabulary_size

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.core import bounds
-from cluster.core.drafting import DescribedMethod, DraftBudget, DraftRow, Proposal
+from cluster.core.drafting import DescribedMethod, DraftBudget, DraftRow, NextTokens, Proposal
 from cluster.wire.codec.common import decode_id, decode_start, encode_start
-from cluster.wire.codec.proposal import decode_evidences, decode_proposal, encode_evidence, encode_proposal
+from cluster.wire.codec.proposal import (
+    decode_evidences,
+    decode_listed,
+    decode_proposal,
+    encode_evidence,
+    encode_listed,
+    encode_proposal,
+)
 from pilotfish.v1 import draft_pb2 as pb
 
 
@@ -24,6 +31,8 @@ def encode_draft_rows(rows: Sequence[DraftRow], client: str = "") -> pb.DraftSer
                 max_depth=row.budget.max_depth,
                 start=encode_start(row.start) if row.start is not None else None,
                 evidence=[encode_evidence(evidence) for evidence in row.evidence],
+                forced_tokens=row.next_tokens.forced,
+                following=None if row.next_tokens.listed is None else encode_listed(row.next_tokens.listed),
             )
             for row in rows
         ],
@@ -51,6 +60,10 @@ def _decode_row(row: pb.DraftRow, field: str, prefix: str) -> DraftRow:
         ),
         start=decode_start(row.start, f"{field}.start") if row.HasField("start") else None,
         evidence=decode_evidences(row.evidence, f"{field}.evidence", base_len),
+        next_tokens=NextTokens(
+            bounds.tokens(f"{field}.forced_tokens", row.forced_tokens, 0, bounds.MAX_TREE_DEPTH),
+            listed=decode_listed(row.following, f"{field}.following") if row.HasField("following") else None,
+        ),
     )
 
 

@@ -1,12 +1,13 @@
-"""Conversion between protobuf and types, for proposals and evidence, which target and drafters both send."""
+"""Conversion between protobuf and types, for what both target and drafters have: proposals, evidence, listed tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from cluster.core import bounds
 from cluster.core.draft_origin import DraftOrigin
-from cluster.core.drafting import DraftDistribution, Evidence, HiddenStates, Proposal
+from cluster.core.drafting import DraftDistribution, Evidence, HiddenStates, ListedTokens, Proposal
 from cluster.core.errors import InvalidRequest
 from cluster.core.tree import ROOT, TokenTree
 from cluster.wire.codec.common import decode_fault, decode_id, decode_tree, encode_fault, encode_tree
@@ -105,6 +106,21 @@ def decode_evidences(values: Sequence[pb.Evidence], field: str, base_len: int) -
             bounds.integer(f"{field}[{index}].hidden", evidence.hidden.end, 0, base_len)
         found.append(evidence)
     return tuple(found)
+
+
+def encode_listed(listed: ListedTokens) -> pb.ListedTokens:
+    """Encode listed tokens."""
+    return pb.ListedTokens(vocabulary_size=listed.vocabulary_size, tokens=listed.tokens, are_allowed=listed.are_allowed)
+
+
+def decode_listed(message: pb.ListedTokens, field: str) -> ListedTokens:
+    """Decode listed tokens. Raises `InvalidRequest`."""
+    size = bounds.integer(f"{field}.vocabulary_size", message.vocabulary_size, 1, bounds.MAX_LISTED_VOCABULARY)
+    tokens = bounds.tokens(f"{field}.tokens", message.tokens, 0, bounds.MAX_LISTED_TOKENS, size)
+    for index, (before, token) in enumerate(pairwise(tokens), start=1):
+        if token <= before:
+            raise InvalidRequest(f"{field}.tokens[{index}]", token, f"above {before}")
+    return ListedTokens(size, tokens, message.are_allowed)
 
 
 def _decode_probabilities(values: Sequence[float], tree: TokenTree, field: str) -> tuple[float, ...]:

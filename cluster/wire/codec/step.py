@@ -31,9 +31,11 @@ from cluster.wire.codec.common import (
 from cluster.wire.codec.proposal import (
     decode_distributions,
     decode_evidence,
+    decode_listed,
     decode_proposal,
     encode_distributions,
     encode_evidence,
+    encode_listed,
     encode_proposal,
 )
 from cluster.wire.codec.target_info import decode_occupancy, encode_occupancy
@@ -70,9 +72,10 @@ def encode_step_batch(batch: StepBatch, client: str = "") -> pb.TargetServiceSte
                 row=index,
                 start=None if row.start is None else encode_start(row.start),
                 distributions=encode_distributions(row.distributions),
+                wants_following=row.wants_following,
             )
             for index, row in enumerate(rows)
-            if row.start is not None or row.distributions
+            if row.start is not None or row.distributions or row.wants_following
         ],
     )
 
@@ -103,6 +106,7 @@ def decode_step_batch(message: pb.TargetServiceStepRequest, prefix: str = "") ->
             start=decode_start(entry.start, f"{field}.start") if entry.HasField("start") else None,
             distributions=decode_distributions(entry.distributions, row.tree, f"{field}.distributions"),
             next_budget=row.next_budget,
+            wants_following=entry.wants_following,
         )
     return StepBatch(tuple(found))
 
@@ -182,6 +186,7 @@ def _has_details(verdict: Verdict) -> bool:
         and not verdict.logprobs
         and not verdict.prompt_logprobs
         and not verdict.forced
+        and verdict.following is None
     )
 
 
@@ -194,6 +199,7 @@ def _encode_details(row: int, verdict: Verdict, prefix: str) -> pb.VerdictDetail
         evidence=encode_evidence(verdict.evidence) if verdict.evidence is not None else None,
         proposal=encode_proposal(verdict.proposal, prefix) if verdict.proposal is not None else None,
         forced_tokens=verdict.forced,
+        following=None if verdict.following is None else encode_listed(verdict.following),
     )
 
 
@@ -258,6 +264,7 @@ def _decode_details(verdict: Verdict, entry: pb.VerdictDetails, field: str) -> V
         evidence=decode_evidence(entry.evidence, f"{field}.evidence") if entry.HasField("evidence") else None,
         proposal=decode_proposal(entry.proposal, f"{field}.proposal") if entry.HasField("proposal") else None,
         forced=bounds.tokens(f"{field}.forced_tokens", entry.forced_tokens, 0, bounds.MAX_TREE_DEPTH),
+        following=decode_listed(entry.following, f"{field}.following") if entry.HasField("following") else None,
     )
 
 

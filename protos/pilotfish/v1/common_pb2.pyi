@@ -684,6 +684,38 @@ class Proposal(_message.Message):
 Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
+class ListedTokens(_message.Message):
+    """Tokens that may be at a place, by a short list of them or of all others. Where both are long, none is excluded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ARE_ALLOWED_FIELD_NUMBER: _builtins.int
+    vocabulary_size: _builtins.int
+    """Tokens of the target's vocabulary. Bound: 1 to 2^20."""
+    are_allowed: _builtins.bool
+    """Whether the listed tokens may be there. Otherwise all others may."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The list. Bound: 256, ascending and below vocabulary_size."""
+
+    def __init__(
+        self,
+        *,
+        vocabulary_size: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        are_allowed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_allowed", b"are_allowed", "tokens", b"tokens", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListedTokens: _TypeAlias = ListedTokens  # noqa: Y015
+
+@_typing.final
 class DraftDistribution(_message.Message):
     """The truncated distribution that a drafted token was drawn from, given its parent."""
 

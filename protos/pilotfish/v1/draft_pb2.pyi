@@ -139,6 +139,8 @@ class DraftRow(_message.Message):
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
+    FORCED_TOKENS_FIELD_NUMBER: _builtins.int
+    FOLLOWING_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     """The sequence. Bound: 1 to 128 bytes, the client's name and a slash included."""
     base_len: _builtins.int
@@ -159,6 +161,14 @@ class DraftRow(_message.Message):
     def evidence(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Evidence]:
         """What the target showed since the last row, oldest first. Bound: 4096."""
 
+    @_builtins.property
+    def forced_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The next tokens, where the grammar of the sequence allows no other one at each position. Bound: 64."""
+
+    @_builtins.property
+    def following(self) -> _common_pb2.ListedTokens:
+        """What the grammar allows after them. Unset: not known, or there is no grammar."""
+
     def __init__(
         self,
         *,
@@ -169,10 +179,12 @@ class DraftRow(_message.Message):
         max_depth: _builtins.int = ...,
         start: _common_pb2.SequenceStart | None = ...,
         evidence: _abc.Iterable[_common_pb2.Evidence] | None = ...,
+        forced_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        following: _common_pb2.ListedTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["following", b"following", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "evidence", b"evidence", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "new_tokens", b"new_tokens", "sequence_id", b"sequence_id", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "evidence", b"evidence", "following", b"following", "forced_tokens", b"forced_tokens", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "new_tokens", b"new_tokens", "sequence_id", b"sequence_id", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

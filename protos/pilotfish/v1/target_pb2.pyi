@@ -221,8 +221,11 @@ class VerifyRowDetails(_message.Message):
     ROW_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    WANTS_FOLLOWING_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """The number of the row, from 0."""
+    wants_following: _builtins.bool
+    """Whether the verdict is to say what the grammar of the sequence allows next."""
     @_builtins.property
     def start(self) -> _common_pb2.SequenceStart:
         """Set on the first row of a sequence, which creates it."""
@@ -237,10 +240,11 @@ class VerifyRowDetails(_message.Message):
         row: _builtins.int = ...,
         start: _common_pb2.SequenceStart | None = ...,
         distributions: _abc.Iterable[_common_pb2.DraftDistribution] | None = ...,
+        wants_following: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "row", b"row", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "row", b"row", "start", b"start", "wants_following", b"wants_following"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,6 +391,7 @@ class VerdictDetails(_message.Message):
     PROPOSAL_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     FORCED_TOKENS_FIELD_NUMBER: _builtins.int
+    FOLLOWING_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """The number of the row, from 0."""
     @_builtins.property
@@ -413,6 +418,10 @@ class VerdictDetails(_message.Message):
     def forced_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that follow because the request's grammar allows no other one at each position. Bound: 64."""
 
+    @_builtins.property
+    def following(self) -> _common_pb2.ListedTokens:
+        """What the grammar allows after them, if the row wants it."""
+
     def __init__(
         self,
         *,
@@ -423,10 +432,11 @@ class VerdictDetails(_message.Message):
         proposal: _common_pb2.Proposal | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprobs] | None = ...,
         forced_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        following: _common_pb2.ListedTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "proposal", b"proposal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "following", b"following", "proposal", b"proposal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "forced_tokens", b"forced_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal", "row", b"row"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "fault", b"fault", "following", b"following", "forced_tokens", b"forced_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "proposal", b"proposal", "row", b"row"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,8 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 """Questions, and the properties of their answers."""
-_METHODS = ("none", "ngram", "suffix+recycling", "eagle", "heads", "block")
-"""Drafting methods besides forced tokens, unless `--variants` names others."""
+_METHODS = ("none", "ngram", "suffix+recycling", "eagle", "heads", "block", "eagle@drafter", "heads@drafter")
+"""Drafting methods besides forced tokens, unless `--variants` names others. `@` precedes a `draft.placement`."""
 _MOST_TOKENS = 200
 
 
@@ -54,9 +54,8 @@ async def _measure(options: Options) -> None:
     heading("Grammar: target steps of answers that match JSON schemas")
     rows: list[list[str]] = []
     for method in options.variants or _METHODS:
-        methods = f"draft.methods=[{method.replace('+', ',')}]" if "+" in method else f"draft.method={method}"
         async with (
-            LocalCluster(options.configuration(methods, "draft.controller=off", "draft.max_nodes=8")) as cluster,
+            LocalCluster(options.configuration(*_assignments(method))) as cluster,
             connected(cluster.grpc_address) as client,
         ):
             tokens = steps = equal = 0
@@ -66,6 +65,14 @@ async def _measure(options: Options) -> None:
                 tokens, steps, equal = tokens + len(plain[0]), steps + drafted[1], equal + (plain[0] == drafted[0])
             rows.append([method, str(tokens), str(steps), f"{tokens / steps:.2f}", f"{equal} of {len(CASES)}"])
     table(("forced tokens, and", "tokens = steps without drafts", "steps", "tokens per step", "equal answers"), rows)
+
+
+def _assignments(variant: str) -> list[str]:
+    """The settings of a variant: methods with `+` between them, and a placement after `@`."""
+    names, _, place = variant.partition("@")
+    methods = f"draft.methods=[{names.replace('+', ',')}]" if "+" in names else f"draft.method={names}"
+    others = ["draft.controller=off", "draft.max_nodes=8", "draft.timeout_seconds=60"]
+    return [methods, f"draft.placement={place or 'auto'}", *others]
 
 
 async def _answer(

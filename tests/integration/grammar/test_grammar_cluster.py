@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel
 
+from cluster.coordinator.drafting.elsewhere import DraftsElsewhere
 from cluster.core.config.sections import Configuration
 from cluster.core.grammar import Grammar, GrammarKind
 from cluster.core.request import SamplingParameters
@@ -27,7 +28,7 @@ from deploy.local.local_cluster import LocalCluster
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.deadline import deadline
-from tests.support.models import tiny, tiny_tokenizer
+from tests.support.models import drafting_modules, tiny, tiny_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -140,6 +141,31 @@ async def test_drafts_forced_tokens_and_batches_change_no_token(directory: Path,
         single, _ = await answer(client, schema, SamplingParameters(temperature=0.9, seed=6), drafts=False)
         assert several[:2] == [whole, single[0]]
         await client.close()
+
+
+async def test_a_drafter_elsewhere_drafts_what_the_grammar_allows(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random heads know nothing of the text, so that what they are told of the grammar is all that they have."""
+    drafting_modules.save(directory, tmp_path / "heads", "heads")
+    draft = {"method": "heads", "heads": {"path": str(tmp_path / "heads")}, "max_nodes": 8}
+    sampling = SamplingParameters(temperature=0.9, seed=5)
+    found: dict[str, tuple[list[int], int]] = {}
+    for name, place in (("plain", "target"), ("beside", "target"), ("told", "drafter"), ("untold", "drafter")):
+        if name == "untold":
+            monkeypatch.setattr(DraftsElsewhere, "wants_following", False)
+        async with (
+            deadline(SECONDS),
+            LocalCluster(configuration(directory, {**draft, "placement": place})) as cluster,
+        ):
+            client = GenerationClient(fixed_address(cluster.grpc_address))
+            (tokens,), (end,) = await answer(client, GRAMMARS["schema"], sampling, drafts=name != "plain")
+            by_module = end.usage.accepted_by_origin.trained
+            found[name] = tokens, by_module
+            await client.close()
+    assert len({tuple(tokens) for tokens, _ in found.values()}) == 1
+    assert found["told"][1] >= found["beside"][1] > 0
+    assert found["told"][1] > found["untold"][1]
 
 
 async def test_tokens_outside_the_grammar_cannot_be_resumed(directory: Path) -> None:

@@ -1,8 +1,9 @@
-"""A drafting method on the target knows which tokens a grammar forces next, and which it allows after them."""
+"""Drafting methods, on the target and elsewhere, know which tokens a grammar forces, and which it allows after them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
-from cluster.core.drafting import ANY_TOKENS, DraftBudget, DraftRow, NextTokens, Proposal
+from cluster.core.drafting import ANY_TOKENS, DraftBudget, DraftRow, ListedTokens, NextTokens, Proposal
 from cluster.core.grammar import Grammar
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
@@ -24,6 +25,7 @@ from workers.sampling.candidates import candidates
 from workers.sampling.context import DecisionContext
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import EngineOptions, TargetEngine
+from workers.verify.grammars import listed_tokens
 
 VOCABULARY, END = 320, 2
 PROMPT = (5, 17, 33, 8, 60, 41)
@@ -36,11 +38,15 @@ SCHEMA = {
 }
 
 
+Told = dict[int, NextTokens]
+"""What is told of next tokens, by the length of the text before them."""
+
+
 class Listener:
     """Drafts nothing, and keeps what it is told by the length of the text."""
 
     def __init__(self) -> None:
-        self.told: dict[int, NextTokens] = {}
+        self.told: Told = {}
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         self.told |= {row.base_len: row.next_tokens for row in rows}
@@ -50,8 +56,14 @@ class Listener:
         """Nothing is stored."""
 
 
-def answer(directory: Path, sampling: SamplingParameters) -> tuple[list[int], dict[int, NextTokens]]:
-    """The tokens of a text that is decoded with drafts asked for, and what the drafting method was told."""
+def answer(
+    directory: Path, sampling: SamplingParameters, *, wants_following: bool = True
+) -> tuple[list[int], Told, Told]:
+    """The tokens of a text that is decoded with drafts asked for, and what was told by the length of the text.
+
+    First what the drafting method on the target was told, then what drafters elsewhere are.
+    """
+    listed: Told = {}
     model = load_model(ModelSection(path=str(directory), device="cpu"))
     listener = Listener()
     options = EngineOptions(directory=directory, method=listener)
@@ -59,20 +71,22 @@ def answer(directory: Path, sampling: SamplingParameters) -> tuple[list[int], di
     tokens = list(PROMPT)
     row = first_row("a", PROMPT, sampling)
     while True:
-        verdict = verify(
-            engine, VerifyRow(row.sequence_id, row.base_len, row.pending, start=row.start, next_budget=BUDGET)
-        )
+        asked = replace(row, next_budget=BUDGET, wants_following=wants_following)
+        verdict = verify(engine, asked)
         assert verdict.fault is None, verdict.fault
+        assert verify(engine, asked).following == verdict.following  # a repeated row is answered as before
         tokens.extend(verdict.tokens)
+        if verdict.following is not None:
+            listed[len(tokens)] = NextTokens(verdict.forced, listed=verdict.following)
         if tokens[-1] == END or len(tokens) > 80:
-            return tokens, listener.told
+            return tokens, listener.told, listed
         row = VerifyRow(SequenceId("a"), len(tokens), (tokens[-1],))
 
 
 def test_the_text_goes_on_as_the_drafting_method_was_told(tmp_path: Path) -> None:
     directory = tiny.save(tiny_tokenizer.byte_level(tmp_path), tiny.llama(vocab_size=VOCABULARY))
     sampling = SamplingParameters(temperature=0.0, end_token_ids=(END,), grammar=Grammar.of_schema(SCHEMA))
-    tokens, told = answer(directory, sampling)
+    tokens, told, listed = answer(directory, sampling)
     assert tokens[-1] == END
     assert sorted(told) == list(range(len(PROMPT) + 1, len(tokens)))
     for length, known in told.items():
@@ -87,6 +101,30 @@ def test_the_text_goes_on_as_the_drafting_method_was_told(tmp_path: Path) -> Non
         assert allowed_at(known, len(known.forced) + 1) is None
     assert any(known.forced for known in told.values())
     assert any(not known.forced and sum(known.allowed) > 1 for known in told.values())
+    assert listed.keys() == told.keys()  # nothing is told after the end
+    for length, known in listed.items():
+        assert (known.forced, known.mask()) == (told[length].forced, told[length].allowed)
+        assert all(known.permits(len(known.forced), token) == one for token, one in enumerate(known.mask()))
+    assert not answer(directory, sampling, wants_following=False)[2]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        ([3, 5], ListedTokens(600, (3, 5), are_allowed=True)),
+        ([token for token in range(600) if token not in (4, 599)], ListedTokens(600, (4, 599), are_allowed=False)),
+        (range(256), ListedTokens(600, tuple(range(256)), are_allowed=True)),
+        (range(300), ListedTokens(600, (), are_allowed=False)),
+    ],
+    ids=["few", "all but few", "as many as a list has", "too many for either list"],
+)
+def test_a_mask_becomes_the_shorter_list(allowed: Sequence[int], expected: ListedTokens) -> None:
+    mask = torch.zeros(600, dtype=torch.bool)
+    mask[list(allowed)] = True
+    found = listed_tokens(mask)
+    assert found == expected
+    assert found.mask() == (mask.numpy().tobytes() if found.tokens else bytes([1]) * 600)
+    assert not found.permits(600)
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.tensor([1, 4, 9, 11])])
@@ -102,6 +140,6 @@ def test_a_drafting_module_may_have_tokens_that_the_target_has_not(vocabulary: t
 
 def test_without_a_grammar_nothing_is_known(tmp_path: Path) -> None:
     directory = tiny.save(tiny_tokenizer.byte_level(tmp_path), tiny.llama(vocab_size=VOCABULARY))
-    _, told = answer(directory, SamplingParameters(temperature=0.0))
-    assert set(told.values()) == {ANY_TOKENS}
+    _, told, listed = answer(directory, SamplingParameters(temperature=0.0))
+    assert set(told.values()) == {ANY_TOKENS} and not listed
     assert ANY_TOKENS.permits(0, 7) and allowed_at(ANY_TOKENS, 0) is None

@@ -54,6 +54,10 @@ def drawn_from(tokens: list[int], probabilities: list[float]) -> common_pb2.Draf
     return common_pb2.DraftDistribution(tokens=tokens, probabilities=probabilities)
 
 
+def listed(*tokens: int, size: int = 999) -> common_pb2.ListedTokens:
+    return common_pb2.ListedTokens(vocabulary_size=size, tokens=tokens)
+
+
 def tree(tokens: list[int], parents: list[int]) -> common_pb2.TokenTree:
     return common_pb2.TokenTree(tokens=tokens, parents=parents)
 
@@ -205,6 +209,11 @@ REFUSED_STEPS = [
         "between 0 and 5 entries",
     ),
     (explained(forced_tokens=[1] * 65), "details[0].forced_tokens", "between 0 and 64 entries"),
+    (explained(following=listed(size=0)), "details[0].following.vocabulary_size", "between 1 and 1048576"),
+    (explained(following=listed(size=2**20 + 1)), "details[0].following.vocabulary_size", "between 1 and 1048576"),
+    (explained(following=listed(*range(257))), "details[0].following.tokens", "between 0 and 256 entries"),
+    (explained(following=listed(3, 999)), "details[0].following.tokens[1]", "between 0 and 998"),
+    (explained(following=listed(3, 4, 4)), "details[0].following.tokens[2]", "above 4"),
     (explained(fault=common_pb2.RowFault()), "details[0].fault.code", "one of [1, 2, 3, 4]"),
     (explained(fault=common_pb2.RowFault(code=9)), "details[0].fault.code", "one of [1, 2, 3, 4]"),
     (
@@ -241,6 +250,8 @@ REFUSED_STEPS = [
     ),
 ]
 REFUSED_CALLS = [
+    (propose(forced_tokens=[1] * 65), "rows[0].forced_tokens", "between 0 and 64 entries"),
+    (propose(following=listed(5, 5)), "rows[0].following.tokens[1]", "above 5"),
     (
         propose(base_len=2, start=common_pb2.SequenceStart(prompt_len=1, prediction=[1] * 65537)),
         "rows[0].start.prediction",

@@ -10,10 +10,10 @@ from workers.sampling.context import AllowedTokens
 
 def allowed_at(known: NextTokens, depth: int) -> AllowedTokens | None:
     """What is allowed at a depth of a draft, from 0; `None` where nothing is known."""
-    if depth > len(known.forced) or not known.allowed:
+    if depth > len(known.forced) or not (allowed := known.mask()):
         return None
     if depth == len(known.forced):
-        return AllowedTokens(torch.frombuffer(bytearray(known.allowed), dtype=torch.bool))
-    mask = torch.zeros(len(known.allowed), dtype=torch.bool)
+        return AllowedTokens(torch.frombuffer(bytearray(allowed), dtype=torch.bool))
+    mask = torch.zeros(len(allowed), dtype=torch.bool)
     mask[known.forced[depth]] = True
     return AllowedTokens(mask)
