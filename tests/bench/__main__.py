@@ -32,7 +32,7 @@ SECTIONS = {
     "prefix": "cost of a token with and without stored keys and values; a prompt asked twice",
     "routing": "two replicas and requests with shared beginnings: routed against round robin",
     "latency": "between tokens while long prompts arrive, with max_prompt_tokens and without",
-    "start": "from the command `pilotfish serve` to its first answer, warm, by stage; CPU time by process",
+    "start": "`pilotfish serve` from its command to ready, cold and warm, by stage; CPU time by process",
     "memory": "peak of the target's process; start to ready, cold and warm",
     "ranks": "tensor parallelism on CPU: --ranks 3 against one rank with the same cores",
     "streams": "many HTTP streams at once against the engine alone; CPU time of each process per 1,000 tokens",

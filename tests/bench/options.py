@@ -154,7 +154,7 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument(
         "--variants",
         default="",
-        help="variants for `step`, `widths`, `quality`, `llama` and `memory` (loading), drafting methods for "
+        help="variants for `step`, `widths`, `quality`, `llama`, `start` and `memory` (loading), drafting methods for "
         "`serving-pairs` and `remote`, or roles for `recovery`",
     )
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help="where `llama` builds its peer")

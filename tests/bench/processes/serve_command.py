@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -28,13 +28,20 @@ class ServeCommand:
     """Runs `pilotfish serve` inside `with`. Raises `RuntimeError` with its last output when it does not start."""
 
     def __init__(
-        self, config: str | None, assignments: Sequence[str], module: str = "deploy.cli", checkout: Path = ROOT
+        self,
+        config: str | None,
+        assignments: Sequence[str],
+        module: str = "deploy.cli",
+        checkout: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`module` runs the command line; another one than `deploy.cli` may print what `stages` reads.
 
-        `checkout` is the directory of the project whose code runs, in this process' environment.
+        `checkout` is the directory of the project whose code runs, in this process' environment and with the variables
+        of `environment`.
         """
         self._checkout = checkout.resolve()
+        self._environment = dict(environment or {})
         self._config = config
         self._module = module
         self._assignments = tuple(assignments)
@@ -51,6 +58,7 @@ class ServeCommand:
         self._output = tempfile.TemporaryFile()
         # Installed packages have compiled modules. Without them, each process compiles those of Pilotfish anew.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment |= self._environment
         if self._checkout != ROOT:
             environment["PYTHONPATH"] = f"{self._checkout}:{self._checkout / 'protos'}"
         self._process = subprocess.Popen(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FOLDER, _SUFFIX = "packed", ".weights"
+FOLDER, SUFFIX = "packed", ".weights"
 _CODE = (
     "forward/native/*.py",
     "forward/weights/*.py",
@@ -82,7 +82,7 @@ def packed_file(section: TargetSection) -> Path | None:
         [kernels, code_digest(_CODE), torch.__version__, version("transformers")],
     ]
     key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return Path(section.compile_directory) / FOLDER / f"{key}{_SUFFIX}"
+    return Path(section.compile_directory) / FOLDER / f"{key}{SUFFIX}"
 
 
 def read_packed(section: TargetSection, file: Path) -> LoadedModel | None:
@@ -169,11 +169,11 @@ def _make_room(file: Path, size: int, most_bytes: int) -> bool:
             status = other.stat()
             if other.suffix == PARTIAL and time.time() - status.st_mtime > _ABANDONED_SECONDS:
                 other.unlink()
-            elif other.suffix in (_SUFFIX, PARTIAL) and other != file:
+            elif other.suffix in (SUFFIX, PARTIAL) and other != file:
                 others.append((status.st_mtime, status.st_size, other))
     total = size + sum(taken for _, taken, _ in others)
     for _, taken, other in sorted(others):
-        if total > most_bytes and other.suffix == _SUFFIX:
+        if total > most_bytes and other.suffix == SUFFIX:
             other.unlink(missing_ok=True)
             total -= taken
     return total <= most_bytes

@@ -19,6 +19,7 @@ from cluster.core.config.target_section import TargetSection
 from deploy.settings import cache_directory, code_directory
 from tests.bench.machine import MIB, weight_bytes
 from tests.bench.options import Options
+from tests.bench.processes.cache_variables import cache_variables
 from tests.bench.processes.load_process import LoadingMemory, measure, most_loading_bytes
 from tests.bench.processes.target_process import Footprint
 from tests.bench.random_model import Shape
@@ -31,8 +32,6 @@ LONGEST_SECONDS = 1800.0
 LOADED, QUICK_LOADED = Shape(3072, 9216, 60, 24, 6, 49152), Shape(1536, 4608, 18, 12, 3, 24576)
 """Models whose stored files have 4.0 GB and 0.4 GB."""
 RANKS = (1, 3)
-_CACHES = ("PILOTFISH_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
-"""Variables of directories for compiled code. For a cold start all of them are empty."""
 
 
 def run(options: Options) -> None:
@@ -123,7 +122,7 @@ def start(configuration: Configuration, caches: Path, *, fill: bool) -> Footprin
     """
     target = configuration.target.model_copy(update={"compile_directory": str(caches / "compiled")})
     configuration = configuration.model_copy(update={"target": target})
-    environment = os.environ | {name: str(caches / name.lower()) for name in _CACHES}
+    environment = os.environ | cache_variables(caches)
     command = [
         sys.executable,
         "-m",
