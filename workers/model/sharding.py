@@ -296,12 +296,12 @@ def divide(module: PreTrainedModel, share: Share, quantization: str, device: tor
     config = module.config.get_text_config()
     plan, counts = _PLANS[config.model_type], head_counts(module.config)
     for path, layer in list(module.named_modules()):
-        place = re.sub(r"^.*\.\d+\.", "", path)
+        place = _place(path)
         cut = plan.get(place)
         if cut is None:
             continue
         if cut is not _Cut.INPUTS:
-            keep_outputs(layer, _own_outputs(cut, layer, counts, share, path))
+            keep_outputs(layer, _own_outputs(cut, _matrix(layer).shape[0], counts, share, path))
             continue
         weight, (parent, _, name) = _matrix(layer), path.rpartition(".")
         own = weight[:, share.tokens(weight.shape[1])].contiguous().to(device)
@@ -316,9 +316,39 @@ def divide(module: PreTrainedModel, share: Share, quantization: str, device: tor
     module.to(device)  # type: ignore[arg-type]  # of `transformers`
 
 
-def _own_outputs(cut: _Cut, layer: nn.Module, counts: tuple[int, int], share: Share, what: str) -> torch.Tensor:
+class OwnPlan:
+    """How `divide` divides a family's layers, for a model whose layers are read in a rank's part."""
+
+    def __init__(self, config: PreTrainedConfig, share: Share) -> None:
+        """A family without such a plan has no layers here."""
+        self._plan = _PLANS.get(config.get_text_config().model_type, {})
+        self._counts, self._share = head_counts(config), share
+
+    def __contains__(self, path: str) -> bool:
+        return _place(path) in self._plan
+
+    def outputs(self, path: str, outputs: int) -> torch.Tensor | None:
+        """Indices of the outputs that the rank keeps of a layer with so many; `None` for one divided by its inputs.
+
+        Raises `ConfigurationError` for a number that the ranks do not divide.
+        """
+        cut = self._plan[_place(path)]
+        return None if cut is _Cut.INPUTS else _own_outputs(cut, outputs, self._counts, self._share, path)
+
+    def count_heads(self, path: str, attention: nn.Module, inputs: int) -> None:
+        """Let an attention module expect the rank's heads if its layer at `path`, of so many inputs, reads them all."""
+        place = _place(path)
+        if self._plan.get(place) is _Cut.INPUTS and "att" in place:
+            _count_own_heads(attention, self._counts, self._share, inputs // self._counts[0])
+
+
+def _place(path: str) -> str:
+    """The name of a layer within its decoder layer."""
+    return re.sub(r"^.*\.\d+\.", "", path)
+
+
+def _own_outputs(cut: _Cut, outputs: int, counts: tuple[int, int], share: Share, what: str) -> torch.Tensor:
     """Indices of the outputs that a rank keeps."""
-    outputs = _matrix(layer).shape[0]
     if cut is _Cut.COLUMNS:
         return _range(share.tokens(outputs))
     if cut is _Cut.GATE_AND_COLUMNS:

@@ -30,7 +30,7 @@ from workers.forward.weights.experts import (
 )
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.kv.start_memory import FreedMemory
-from workers.model.sharding import KV_HEADS, has_own_plan, head_counts, keep_own_part, rows_of_heads
+from workers.model.sharding import KV_HEADS, OwnPlan, head_counts, keep_own_part, rows_of_heads
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.mxfp4 import BLOCK, ExpertRegion
@@ -82,16 +82,10 @@ def load_stored(
     checkpoint: StoredCheckpoint = QuantizedCheckpoint(source, dtype) if source.is_dir() else GgufFile(source, dtype)
     with init_empty_weights(include_buffers=False), no_init_weights():
         module: PreTrainedModel = make()
-    if share.ranks > 1 and has_own_plan(module.config):
-        raise ConfigurationError(
-            f"target.tensor_parallel: {share.ranks} is refused for stored weights of model type "
-            f"{module.config.model_type!r}; it must be 1, or target.quantization must be none or int8"
-        )
-    plan: dict[str, str] = {**(module.tp_plan or {}), **_SHARDED_HEAD}
+    division = _Division(module, share)
     heads = share if share.ranks > 1 else None
     names = {id(owner): name for name, owner in module.named_modules()}
     embedding: Any = module.get_input_embeddings()
-    kv_heads = head_counts(module.config)[1]
     head = module.get_output_embeddings()
     is_tied = module.config.get_text_config().tie_word_embeddings and f"{names[id(head)]}.weight" not in checkpoint
     table = checkpoint.matrix(f"{names[id(embedding)]}.weight", tuple(embedding.weight.shape)).to(device)
@@ -106,9 +100,9 @@ def load_stored(
             if child is embedding and (looked_up := _embedding(child, table, dtype)) is not None:
                 setattr(parent, name, looked_up)
             elif type(child) is nn.Linear:
-                style = plan.get(plan_name(own)) if share.ranks > 1 else None
                 tied = table if child is head and is_tied else None
-                linear = _linear(child, own, checkpoint, dtype, _Cut(style, share, kv_heads), tied)
+                linear = _linear(child, own, checkpoint, dtype, division.of(own, child), tied)
+                division.count_heads(own, parent, child)
                 freed.add(linear.storage.nbytes)  # unpacking needs several times as many, piece by piece
                 linear.storage = linear.storage.to(device)
                 setattr(parent, name, linear)
@@ -153,6 +147,8 @@ class _Cut:
     share: Share
     kv_heads: int
     """KV heads of the model."""
+    outputs: torch.Tensor | None = None
+    """Indices of the outputs that a rank keeps of a fused projection, in place of a style."""
 
     def region(self, shape: tuple[int, int], name: str) -> Region:
         """A rank's part of a matrix. Raises `ConfigurationError`."""
@@ -172,6 +168,36 @@ class _Cut:
         )
 
 
+class _Division:
+    """How the layers of a model are divided between ranks: by a plan of `transformers`, or by one of Pilotfish."""
+
+    def __init__(self, module: PreTrainedModel, share: Share) -> None:
+        """Raises `ConfigurationError` for a family whose layers are no usual linear ones, and are read whole."""
+        self._share, self._kv_heads = share, head_counts(module.config)[1]
+        self._own = OwnPlan(module.config, share)
+        self._plan: dict[str, str] = {**(module.tp_plan or {}), **_SHARDED_HEAD}
+        others = [name for name, part in module.named_modules() if name in self._own and type(part) is not nn.Linear]
+        if share.ranks > 1 and others:
+            raise ConfigurationError(
+                f"target.tensor_parallel: {share.ranks} is refused for stored weights of model type "
+                f"{module.config.model_type!r}; it must be 1, or target.quantization must be none or int8"
+            )
+
+    def of(self, name: str, layer: nn.Linear) -> _Cut:
+        """How a layer is divided. Raises `ConfigurationError` for a number of outputs that the ranks do not divide."""
+        if self._share.ranks == 1:
+            return _Cut(None, self._share, self._kv_heads)
+        if name not in self._own:
+            return _Cut(self._plan.get(plan_name(name)), self._share, self._kv_heads)
+        outputs = self._own.outputs(name, layer.out_features)
+        return _Cut("rowwise" if outputs is None else None, self._share, self._kv_heads, outputs)
+
+    def count_heads(self, name: str, attention: nn.Module, layer: nn.Linear) -> None:
+        """See `OwnPlan.count_heads`."""
+        if self._share.ranks > 1:
+            self._own.count_heads(name, attention, layer.in_features)
+
+
 def _linear(
     layer: nn.Linear, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, cut: _Cut, tied: Storage | None
 ) -> StoredLinear:
@@ -182,13 +208,23 @@ def _linear(
     try:
         if tied is not None:
             storage = tied if cut.style is None else tied.take_outputs(region.outputs).take_inputs(region.inputs)
+        elif cut.outputs is not None:
+            runs = (Region(run, region.inputs) for run in _runs(cut.outputs))
+            first, *others = (checkpoint.matrix(f"{name}.weight", shape, run) for run in runs)
+            storage = first.joined(others)
         else:
             storage = checkpoint.matrix(f"{name}.weight", shape, None if cut.style is None else region)
     except CutRefused as error:
         raise ConfigurationError(f"target.tensor_parallel: {cut.share.ranks} is refused: {name}: {error}") from error
     if cut.style == "rowwise":
         return StoredLinear(storage, bias, sums_ranks=True)
-    return StoredLinear(storage, None if bias is None else bias[region.outputs])
+    return StoredLinear(storage, None if bias is None else bias[region.outputs if cut.outputs is None else cut.outputs])
+
+
+def _runs(outputs: torch.Tensor) -> list[slice]:
+    """Indices `[n]` as slices of neighbours, one after another."""
+    breaks = (outputs.diff() != 1).nonzero().flatten() + 1
+    return [slice(int(part[0]), int(part[-1]) + 1) for part in torch.tensor_split(outputs, breaks)]
 
 
 def _bias(layer: Any, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype) -> torch.Tensor | None:

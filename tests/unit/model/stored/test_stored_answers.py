@@ -84,6 +84,9 @@ WIDE_CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
     "awq": (quantized.awq(128), AWQ | {"group_size": 128}),
     "fp8": (quantized.fp8(128, 128), FP8 | {"weight_block_size": [128, 128]}),
 }
+CASES_OF_RANKS = [("llama", "Q3_K"), ("llama", "Q4_K"), ("qwen3", "fp8")]
+CASES_OF_RANKS += [("phi3", name) for name in ("Q4_K", "awq", "fp8")]
+"""Of `phi3`, ranks divide projections that are one matrix."""
 WIDE_CASES = [("llama", name) for name in (*K_QUANTS, "fp8")]
 WIDE_CASES += [(family, name) for family in WIDE if family != "llama" for name in ("Q3_K", "Q4_K", "awq", "fp8")]
 
@@ -221,7 +224,7 @@ def test_three_ranks_write_the_same_texts(name: str, source: Path, group: RankGr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [("llama", "Q3_K"), ("llama", "Q4_K"), ("qwen3", "fp8")], ids="-".join)
+@pytest.mark.parametrize("case", CASES_OF_RANKS, ids="-".join)
 def test_three_ranks_write_what_the_dequantized_weights_of_a_wide_model_decide(
     case: tuple[str, str], group: RankGroup, tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.model.model_files import resolve_model_directory
 from workers.model.sharding import complete_plan
 from workers.model.share import Share
-from workers.model.stored.loading import load_stored
+from workers.model.stored.loading import _Division, load_stored
 
 SIZES = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 3}
 FAMILIES: dict[str, PreTrainedConfig] = {
@@ -242,11 +242,26 @@ def test_ranks_that_cut_a_group_are_refused(sources: Callable[[str], Path], tmp_
         held(tmp_path / "model", Share(0, 4))
 
 
-def test_a_division_that_is_not_known_is_refused_with_its_name(sources: Callable[[str], Path], tmp_path: Path) -> None:
-    """A family whose query, key and value are one layer is divided by a plan of its own, which needs plain weights."""
-    write(sources("phi3"), tmp_path / "model", "awq")
-    with pytest.raises(ConfigurationError, match=r"tensor_parallel: 3 is refused for stored weights of .* 'phi3'"):
-        held(tmp_path / "model", Share(0, 3))
+@pytest.mark.parametrize("name", slow_but(["awq", "fp8 in blocks"], ORDERED))
+def test_ranks_hold_parts_of_fused_projections(name: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
+    """Each rank has its heads of queries, keys and values, its gates and its columns, one after another."""
+    write(sources("phi3"), tmp_path / "model", name)
+    whole = held(tmp_path / "model", Share(0, 1))
+    parts = [held(tmp_path / "model", Share(rank, 3)) for rank in range(3)]
+    assert sum(layer.sums_ranks for layer in parts[0].values()) == 4
+    sections = {"qkv_proj": (96, 48, 48), "gate_up_proj": (192, 192)}
+    for key, layer in whole.items():
+        own = [part[key].storage.dequantized() for part in parts]
+        wanted, fused = layer.storage.dequantized(), sections.get(key.rpartition(".")[2])
+        if fused is not None:
+            thirds = [torch.split(one, [size // 3 for size in fused]) for one in own]
+            own = [torch.cat(section) for section in zip(*thirds, strict=True)]
+        assert torch.equal(torch.cat(own, dim=1 if parts[0][key].sums_ranks else 0), wanted), key
+
+
+def test_a_family_with_layers_of_its_own_kind_is_refused_for_ranks() -> None:
+    with pytest.raises(ConfigurationError, match=r"tensor_parallel: 3 is refused for stored weights of .* 'gpt2'"):
+        _Division(AutoModelForCausalLM.from_config(tiny.gpt2()), Share(0, 3))
 
 
 def test_layers_that_were_not_converted_stay_plain(code: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
