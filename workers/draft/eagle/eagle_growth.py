@@ -18,7 +18,6 @@ from workers.draft.eagle.eagle_pass import EaglePiece
 from workers.draft.eagle.eagle_session import EagleSession
 from workers.forward.native.window_layers import WindowPiece
 from workers.sampling.context import Branch, DecisionContext
-from workers.transfer import onto
 
 LEAST_PROBABILITY = 0.1
 """A depth is expanded if the path probabilities of its nodes sum to at least this."""
@@ -108,9 +107,8 @@ class EagleGrowth:
             while above is not None and above is not self.root:
                 is_seen[row, begin + self._slots[above]] = True
                 above = above.parent
-        mask = onto(self.root_output.device, torch.from_numpy(is_seen))
         return EaglePiece(
-            WindowPiece(self._keys, self._values, self._begin + used, len(self.frontier), mask),
+            WindowPiece(self._keys, self._values, self._begin + used, len(self.frontier), torch.from_numpy(is_seen)),
             [node.token for node in self.frontier],
             [node.length - 2 for node in self.frontier],
             range(len(self.frontier)),

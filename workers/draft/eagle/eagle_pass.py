@@ -44,7 +44,7 @@ def committed_piece(window: ContextWindow, first: int, following: Sequence[int],
     keys, values, begin = window.scratch(first, count)
     known = np.concatenate([window.known_before(first), np.ones(count, dtype=np.bool_)])
     slots, own = np.arange(begin + count)[None, :], begin + np.arange(count)[:, None]
-    is_seen = onto(keys.device, torch.from_numpy(known[None, :] & (slots <= own) & (slots > own - reach)))
+    is_seen = torch.from_numpy(known[None, :] & (slots <= own) & (slots > own - reach))
     window_piece = WindowPiece(keys, values, begin, count, is_seen)
     return EaglePiece(window_piece, following, range(first, first + count), (count - 1,))
 

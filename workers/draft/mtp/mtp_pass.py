@@ -24,14 +24,14 @@ from workers.draft.eagle.eagle_drafter import LEAST_SCRATCH, EagleTreeDrafter
 from workers.draft.eagle.eagle_growth import GrowthLimits
 from workers.draft.eagle.eagle_pass import EaglePiece, tokens_and_positions, wanted_rows
 from workers.draft.mtp import MtpSettings
-from workers.forward.native.window_layers import WindowPiece
+from workers.forward.window_attention import WindowAttention, WindowHeads, WindowStep
 from workers.model.devices import choose_device
 from workers.model.draft_card import LAST_TAP, DraftDescription
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import load_ends
 from workers.model.formats.registry import read_draft
 from workers.model.mtp_layers import MtpLayer, load_mtp_layer
-from workers.transfer import row_indices, tensor_on
+from workers.transfer import row_indices
 
 _ATTENTION = "pilotfish_windows"
 """The name of `_attend` in `transformers`."""
@@ -39,11 +39,10 @@ _UNREAD = ("sliding_window", "softcap", "s_aux", "position_bias")
 """Arguments of attention that change its result and are not read here."""
 
 
-class _KvSizes:
-    """The sizes of keys and values, which a pass writes into it that gets it in place of pieces."""
+class _FoundHeads:
+    """The heads, which a pass writes into it that gets it in place of its step."""
 
-    def __init__(self) -> None:
-        self.kv_heads, self.width = 0, 0
+    heads = WindowHeads(0, 0, 0, 0)
 
 
 def _attend(
@@ -51,41 +50,26 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,  # noqa: ARG001 - pieces have their own
-    pieces: Sequence[WindowPiece] | _KvSizes = (),
+    attention_mask: Tensor | None,  # noqa: ARG001 - windows have their own
+    step: WindowStep | _FoundHeads,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of all pieces' tokens, each over its own window, to which it writes their keys and values.
+    """Attention of a pass's tokens, each over its own window, to which it writes their keys and values.
 
     `query` is [1, heads, tokens, width], `key` and `value` [1, KV heads, tokens, width]; values may be narrower than
     keys. Returns [1, tokens, heads, width of values].
     """
     wide, narrow = key.shape[-1], value.shape[-1]
-    if isinstance(pieces, _KvSizes):
+    if isinstance(step, _FoundHeads):
         unread = [name for name in _UNREAD if others.get(name) is not None]
         if unread or narrow > wide:
             what = f"its attention reads {unread[0]}" if unread else "its values are wider than its keys"
             raise ModelLoadError(f"draft.method=mtp: {type(module).__name__} is refused; {what}")
-        pieces.kv_heads, pieces.width = key.shape[1], wide
+        step.heads = WindowHeads(query.shape[1], key.shape[1], wide, narrow)
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2), None
-    found, first = [], 0
-    for piece in pieces:
-        part = slice(first, first + piece.count)
-        keys, values = piece.keys[0, :, : piece.end], piece.values[0, :, : piece.end]
-        keys[:, piece.slot :] = key[0, :, part]
-        values[:, piece.slot :, :narrow] = value[0, :, part]
-        mask = None if piece.is_seen is None else piece.is_seen.expand(1, 1, piece.count, -1)
-        attended = functional.scaled_dot_product_attention(
-            query[:, :, part].float(),
-            keys.unsqueeze(0),
-            values[..., :narrow].unsqueeze(0),
-            attn_mask=mask,
-            scale=others.get("scaling"),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        found.append(attended.to(query.dtype).transpose(1, 2))
-        first += piece.count
-    return torch.cat(found, dim=1), None
+    queries, keys, values = (one[0].transpose(0, 1).float() for one in (query, key, value))
+    attended = step.attend(0, queries, keys, values, others.get("scaling"))
+    return attended.view(1, query.shape[2], query.shape[1], narrow).to(query.dtype), None
 
 
 class MtpPass:
@@ -101,9 +85,10 @@ class MtpPass:
         self.device = ends.embedding.device
         self._head = make_product(ends.head, settings.weights, target.compile_directory)
         size = ends.hidden_size
-        sizes = _KvSizes()
-        self._block(torch.zeros(1, size, dtype=self._dtype, device=self.device), [0], sizes)
-        self.context_shape = ContextShape(1, sizes.kv_heads, sizes.width, 0, WHOLE_TEXT, scratch)
+        found, first = _FoundHeads(), torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._block(torch.zeros(1, size, dtype=self._dtype, device=self.device), first, found)
+        self._windows = WindowAttention(found.heads, self.device)
+        self.context_shape = ContextShape(1, found.heads.kv_heads, found.heads.width, 0, WHOLE_TEXT, scratch)
         """What is kept of each position; there is no feature."""
 
     def features(self, taps: Tensor) -> Tensor:
@@ -116,7 +101,8 @@ class MtpPass:
         tokens: Tensor = self._layer.embedding_norm(embedded.to(self._dtype))
         hidden: Tensor = self._layer.hidden_norm(features.to(self._dtype))
         entered = functional.linear(torch.cat([tokens, hidden], dim=-1), self._layer.projection)
-        outputs = self._block(entered, positions, [piece.window for piece in pieces])
+        step = self._windows.plan([piece.window for piece in pieces], positions)
+        outputs = self._block(entered, step.positions, step)
         found: Tensor = self._layer.output_norm(wanted_rows(outputs, pieces))
         return found.float()
 
@@ -124,9 +110,9 @@ class MtpPass:
         """Logits [rows, vocabulary] of outputs [rows, hidden size]."""
         return self._head(outputs)
 
-    def _block(self, rows: Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece] | _KvSizes) -> Tensor:
+    def _block(self, rows: Tensor, positions: Tensor, step: WindowStep | _FoundHeads) -> Tensor:
         """The decoder layer's output [tokens, hidden size] of its input of this shape."""
-        places = tensor_on(rows.device, [positions], torch.int64)
+        places = positions.unsqueeze(0)
         rotations = self._layer.rotary(rows.unsqueeze(0), places)
         found = self._layer.block(
             rows.unsqueeze(0),
@@ -134,7 +120,7 @@ class MtpPass:
             position_ids=places,
             past_key_values=None,
             position_embeddings=rotations,
-            pieces=pieces,
+            step=step,
         )
         output: Tensor = found[0] if isinstance(found, tuple) else found.squeeze(0)
         return output

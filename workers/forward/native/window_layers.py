@@ -50,7 +50,7 @@ class WindowPiece:
     """Consecutive tokens of one sequence in a pass, and where their keys and values go."""
 
     keys: torch.Tensor
-    """float32 [layers, KV heads, slots, head width], on CPU."""
+    """float32 [layers, KV heads, slots, head width], on the module's device; the slots of a head are contiguous."""
     values: torch.Tensor
     """Of the same shape and strides."""
     slot: int
@@ -58,8 +58,8 @@ class WindowPiece:
     count: int
     """Number of tokens."""
     is_seen: torch.Tensor | None
-    """Which of the slots up to the last token's are attended to, bool [tokens, slots], or [slots] for all tokens;
-    `None` if all are. Every token must attend to something."""
+    """Which of the slots up to the last token's are attended to, bool [tokens, slots], or [slots] for all tokens, on
+    the host; `None` if all are. Every token must attend to something."""
 
     @property
     def end(self) -> int:

@@ -85,3 +85,29 @@ class Blocks:
     """`[rows, most blocks]`: index of the block in its sequence."""
     counts: torch.Tensor
     """`[rows]`: number of blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowTiles:
+    """Tiles of queries of a drafting module's pass, and where the windows of its pieces are."""
+
+    table: torch.Tensor
+    """int64 `[pieces, 9]`: addresses of keys and of values, float32 `[layers, KV heads, slots, dim]`; strides of a
+    layer and of a head; slots that are read; slots of a split, a multiple of 64 or all; first byte of the mask, or -1
+    where everything is seen; bytes of the mask between two tokens; the first token."""
+    items: torch.Tensor
+    """int32 `[tiles, 3]`: piece, first query, number of queries."""
+    tokens: torch.Tensor
+    """int32 `[queries]`: the token of the pass that a query is. Queries of pieces with several splits are first."""
+    places: torch.Tensor
+    """int32 `[tokens, 2]`: piece and slot of each token."""
+    masks: torch.Tensor
+    """uint8 `[bytes]`: for a token and a slot of its piece whether the token sees the slot."""
+    arrivals: torch.Tensor
+    """int32 `[tiles x KV heads]`: as in `Queries`."""
+    tile: int
+    """Queries of a tile, a power of two."""
+    split_queries: int
+    """Queries of pieces that may have several splits."""
+    splits: int
+    """The most splits that a piece may have."""

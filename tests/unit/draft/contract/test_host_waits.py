@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from cluster.core.drafting import DraftBudget, Evidence
 from deploy.implied_settings import with_implied_settings
@@ -15,6 +16,8 @@ from tests.unit.draft.contract.methods import Directories, values
 from tests.unit.draft.contract.rounds import SAMPLINGS, SimulatedSequence, check_proposal
 from workers.draft.common.modules import layer_stack
 from workers.draft.registry import create, needs_of
+from workers.forward import window_attention
+from workers.forward.triton.tiles import WindowTiles
 from workers.serve.configuration import load_configuration
 
 NAMES = (
@@ -40,11 +43,29 @@ def with_usual_states(evidence: Evidence) -> Evidence:
     return replace(evidence, hidden=replace(hidden, data=states.view(torch.uint8).numpy().tobytes()))
 
 
+class NoAttention:
+    """Stands for the kernels over windows: it attends to nothing."""
+
+    launches = 0
+
+    def write_windows(self, keys: Tensor, values: Tensor, tiles: WindowTiles, layer: int) -> None:
+        assert len(tiles.places) == len(keys) == len(values)
+        self.launches += 1
+
+    def window_attention(
+        self, queries: Tensor, tiles: WindowTiles, layer: int, kv_heads: int, value_dim: int, scale: float
+    ) -> Tensor:
+        assert len(tiles.tokens) == len(queries)
+        return queries.new_zeros((*queries.shape[:2], value_dim))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_waits_but_the_reading_of_candidates(
     name: str, directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kernels = NoAttention()
     monkeypatch.setattr(layer_stack, "pack_window_layers", lambda *_: None)  # torch computes the layers, as on a GPU
+    monkeypatch.setattr(window_attention, "kernels_for", lambda *_: kernels)
     configuration = with_implied_settings(load_configuration(values(name, directories)))
     method = create(configuration.draft, configuration.target)
     needs = needs_of(configuration.draft)
@@ -67,6 +88,7 @@ def test_nothing_waits_but_the_reading_of_candidates(
             waits += gpu.waits
     assert drafted > 0
     assert set(waits) == {"tolist"}
+    assert (kernels.launches > 0) is (name not in ("blockwise", "heads"))
 
 
 def test_the_fake_notices_copies_that_wait() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from workers.forward.native.window_layers import WindowPiece
-from workers.transfer import onto
 
 BooleanArray = npt.NDArray[np.bool_]
 
@@ -137,7 +136,7 @@ class ContextWindow:
         flags = self.known_before(position)
         is_seen = None
         if not flags.all():
-            is_seen = onto(self._device, torch.from_numpy(np.concatenate([flags, np.ones(count, dtype=np.bool_)])))
+            is_seen = torch.from_numpy(np.concatenate([flags, np.ones(count, dtype=np.bool_)]))
         return WindowPiece(keys, values, begin, count, is_seen)
 
     def _reserve(self, first: int, end: int) -> None:

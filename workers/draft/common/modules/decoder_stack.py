@@ -1,4 +1,4 @@
-"""The decoder layers of a public draft checkpoint for serving: packed products, attention by torch.
+"""The decoder layers of a public draft checkpoint for serving: packed products, and attention over windows.
 
 They differ from `LayerStack` in what public bodies have besides: biases, normalised queries and keys, scaled rotary
 positions, and a first layer whose attention reads a wider input than the residual stream.
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from workers.draft.common.modules.layer_stack import RotaryTable, Rotation, attend_pieces
+from workers.draft.common.modules.layer_stack import RotaryTable, Rotation
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import Product, make_product
 from workers.forward.native.window_layers import WindowPiece
+from workers.forward.window_attention import WindowAttention, WindowHeads
 from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import ConvolutionShape, DecoderShape, MaskedBlockShape
-from workers.transfer import tensor_on
 
 
 class BiasedProduct:
@@ -46,6 +46,8 @@ class DecoderStack:
         device = next(iter(module.tensors.values())).device
         self._rotary = RotaryTable(body.rope, body.head_width, device)
         self.layers = [_Layer(module, body, number, weights, directory) for number in range(body.layers)]
+        heads = WindowHeads(body.heads, body.kv_heads, body.head_width, body.head_width)
+        self._windows = WindowAttention(heads, device)
 
     def run(
         self,
@@ -60,14 +62,15 @@ class DecoderStack:
         `positions`. `first_inputs` [tokens, inputs] are what the first layer's attention reads in place of the
         normalised stream. No two pieces share slots.
         """
-        rotation = self._rotary.at(tensor_on(residual.device, positions, torch.int64))
+        step = self._windows.plan(pieces, positions)
+        rotation = self._rotary.at(step.positions)
         for number, layer in enumerate(self.layers):
             inputs = layer.normalised(residual) if number or first_inputs is None else first_inputs
             kernels = None
             if layer.convolution is not None:
                 inputs, kernels = layer.convolution.before(inputs)
-            queries, keys, values = layer.project(inputs, rotation)
-            residual = layer.output(residual, attend_pieces(pieces, number, queries, keys, values), kernels)
+            attended = step.attend(number, *layer.project(inputs, rotation))
+            residual = layer.output(residual, attended, kernels)
         return residual
 
 

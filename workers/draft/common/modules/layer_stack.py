@@ -16,10 +16,10 @@ from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import make_product, stored_type
 from workers.forward.native.packed_linear import InputNorm
 from workers.forward.native.window_layers import LayerWeights, WindowPiece, WindowShape, pack_window_layers
+from workers.forward.window_attention import WindowAttention, WindowHeads
 from workers.model.drafting.layer import DrafterLayer
 from workers.model.drafting.public import rotary_steps
 from workers.model.public_shapes import RopeShape
-from workers.transfer import tensor_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,8 @@ class LayerStack:
             device = layers[0].q_proj.weight.device
             self._rotary = RotaryTable(RopeShape(shape.rope_theta), shape.head_width, device)
             self._layers = [_TorchLayer(one, own, weights) for one in given]
+            heads = WindowHeads(shape.heads, shape.kv_heads, shape.head_width, shape.head_width)
+            self._windows = WindowAttention(heads, device)
 
     def run(self, residual: Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece]) -> Tensor:
         """Write the keys and values of all pieces; return the residual stream after the layers.
@@ -70,10 +72,10 @@ class LayerStack:
         """
         if self._packed is not None:
             return self._packed.run(residual, positions, pieces)
-        rotation = self._rotary.at(tensor_on(residual.device, positions, torch.int64))
+        step = self._windows.plan(pieces, positions)
+        rotation = self._rotary.at(step.positions)
         for number, layer in enumerate(self._layers):
-            queries, keys, values = layer.project(residual, rotation)
-            residual = layer.output(residual, attend_pieces(pieces, number, queries, keys, values))
+            residual = layer.output(residual, step.attend(number, *layer.project(residual, rotation)))
         return residual
 
 
@@ -108,37 +110,3 @@ def _weights_of(layer: DrafterLayer, input_norm: Tensor) -> LayerWeights:
         *(layer.o_proj.weight, layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight),
         *(input_norm, layer.mlp_norm),
     )
-
-
-def attend_pieces(pieces: Sequence[WindowPiece], layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of one layer: write the keys and values of all pieces, and attend to them.
-
-    `queries` are [tokens, heads, head width], `keys` and `values` [tokens, KV heads, head width]: all pieces' tokens,
-    one after another. Returns [tokens, heads × head width].
-    """
-    attended, first = [], 0
-    for piece in pieces:
-        part = slice(first, first + piece.count)
-        all_keys, all_values = piece.keys[layer, :, : piece.end], piece.values[layer, :, : piece.end]
-        all_keys[:, piece.slot :] = keys[part].transpose(0, 1)
-        all_values[:, piece.slot :] = values[part].transpose(0, 1)
-        attended.append(_attend(queries[part], all_keys, all_values, piece.is_seen))
-        first += piece.count
-    return torch.cat(attended)
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor | None) -> Tensor:
-    """Attention of one row: queries [tokens, heads, head width] → [tokens, heads × head width].
-
-    `keys` and `values` are [KV heads, context, head width]. `is_seen`, bool, is [context] or [tokens, context]; `None`
-    if everything is seen. Every token must see something.
-    """
-    tokens, heads, width = queries.shape
-    group = heads // len(keys)
-    folded = queries.view(tokens, len(keys), group * width).transpose(0, 1)  # [KV heads, tokens, group × width]
-    folded = folded.reshape(1, len(keys), tokens * group, width)
-    if is_seen is not None and is_seen.dim() == 2:
-        is_seen = is_seen.repeat_interleave(group, dim=0)
-    mask = None if is_seen is None else is_seen.expand(1, 1, tokens * group, -1)
-    found = functional.scaled_dot_product_attention(folded, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=mask)
-    return found.view(len(keys), tokens, group * width).transpose(0, 1).reshape(tokens, heads * width)
