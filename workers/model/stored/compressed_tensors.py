@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from workers.forward.weights.base import CutRefused, Storage
+from workers.forward.weights.base import Storage
+from workers.forward.weights.gathered import gathered_groups
 from workers.forward.weights.int8 import Int8Storage
 from workers.forward.weights.integers import group_storage, groups_in_order, groups_of_integers, unpacked
 from workers.model.stored.fp8 import Fp8
@@ -91,16 +92,18 @@ class CompressedTensors:
         inputs, bits = shape[1], self._packed_bits(parts, shape)
         scales = scales_of(parts, "weight_scale", shape)
         size = -(-inputs // scales.shape[1])
-        group_of, own = groups_in_order(inputs, scales.shape[1]), slice(0, scales.shape[1])
+        in_order, own = groups_in_order(inputs, scales.shape[1]), slice(0, scales.shape[1])
+        group_of = in_order
         is_cut = (region.inputs.start, region.inputs.stop) != (0, inputs)
         if "weight_g_idx" in parts:
             given = parts.checked("weight_g_idx", (torch.int32, torch.int64), (inputs,)).long()
-            group_of = self._activation_order(given, group_of, is_cut)
+            group_of = self._activation_order(given, in_order)
         elif inputs % scales.shape[1]:
             raise ValueError(
                 f"weight_scale has {scales.shape[1]} groups of {inputs} inputs; their number must divide the inputs"
             )
-        if is_cut and scales.shape[1] > 1:
+        is_gathered = is_cut and not torch.equal(group_of, in_order)
+        if is_cut and scales.shape[1] > 1 and not is_gathered:
             own = own_groups(region.inputs, inputs, size)
         group_of = group_of[region.inputs] - own.start
         mine = scales[region.outputs, own]
@@ -110,6 +113,8 @@ class CompressedTensors:
             columns, of_word = words(region.inputs, bits)
             packed = parts.get("weight_packed")[region.outputs, columns]
             packed = packed.clone(memory_format=torch.contiguous_format)
+            if is_gathered:
+                return gathered_groups(unpacked(packed, bits)[:, of_word], bits, mine, zeros, group_of)
             if of_word.start:
                 integers = unpacked(packed, bits)[:, of_word].contiguous()
                 return groups_of_integers(integers, bits, mine, zeros, group_of)
@@ -117,18 +122,17 @@ class CompressedTensors:
         integers = parts.checked("weight", (torch.int8,), shape)[region.outputs, region.inputs]
         if zeros is None and mine.shape[1] == 1:
             return Int8Storage(integers.clone(), mine.flatten().clone())
-        return groups_of_integers(integers.view(torch.uint8) ^ 128, 8, mine, zeros, group_of)
+        make = gathered_groups if is_gathered else groups_of_integers
+        return make(integers.view(torch.uint8) ^ 128, 8, mine, zeros, group_of)
 
     @staticmethod
-    def _activation_order(given: torch.Tensor, in_order: torch.Tensor, is_cut: bool) -> torch.Tensor:
+    def _activation_order(given: torch.Tensor, in_order: torch.Tensor) -> torch.Tensor:
         """The group of each input. Without an order, all are −1."""
         if bool((given == -1).all()):
             return in_order
         most = int(in_order[-1])
         if int(given.min()) < 0 or int(given.max()) > most:
             raise ValueError(f"weight_g_idx has {int(given.min())} to {int(given.max())}; it must have 0 to {most}")
-        if is_cut and not torch.equal(given, in_order):
-            raise CutRefused("weights in activation order (weight_g_idx) cannot be cut along their inputs")
         return given
 
     def _packed_bits(self, parts: Parts, shape: tuple[int, int]) -> int:

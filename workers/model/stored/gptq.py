@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from workers.forward.weights.base import CutRefused, Storage
+from workers.forward.weights.gathered import gathered_groups
 from workers.forward.weights.integers import BITS, group_storage, unpacked
 from workers.model.stored.parts import (
     FLOATS,
@@ -83,24 +84,27 @@ class Gptq:
         packed = parts.checked("qweight", (torch.int32,), (inputs * bits // 32, outputs))
         zeros = parts.checked("qzeros", (torch.int32,), (count, -(-outputs * bits // 32)))
         scales = parts.checked("scales", FLOATS, (count, outputs))
-        group_of = torch.arange(inputs) // size
+        group_of, is_gathered = torch.arange(inputs) // size, False
         if "g_idx" in parts:
             given = parts.checked("g_idx", (torch.int32, torch.int64), (inputs,)).long()
             if int(given.min()) < 0 or int(given.max()) >= count:
                 raise ValueError(f"g_idx has {int(given.min())} to {int(given.max())}; it must have 0 to {count - 1}")
-            if not torch.equal(given, group_of) and (region.inputs.start, region.inputs.stop) != (0, inputs):
-                raise CutRefused("weights in activation order (g_idx) cannot be cut along their inputs")
+            is_cut = (region.inputs.start, region.inputs.stop) != (0, inputs)
+            is_gathered = is_cut and not torch.equal(given, group_of)
             group_of = given
-        own = own_groups(region.inputs, inputs, size)
+        own = slice(0, count) if is_gathered else own_groups(region.inputs, inputs, size)
         group_of = group_of[region.inputs] - own.start
         rows, among = words(region.inputs, bits)
         held = packed[rows, region.outputs].t().clone(memory_format=torch.contiguous_format)  # [out, words]
-        if among.start:  # the groups begin within a word
+        if among.start and not is_gathered:  # the groups begin within a word
             held = _shifted(held, among.start, bits)
         columns, of_word = words(region.outputs, bits)
         points = unpacked(zeros[own, columns], bits)[:, of_word]  # [groups, out]
         if self._less_one:
             points = (points + 1) & ((1 << bits) - 1)
+        if is_gathered:
+            integers = unpacked(held, bits)[:, among]
+            return gathered_groups(integers, bits, scales[:, region.outputs].t(), points.t(), group_of)
         return group_storage(held, bits, scales[own, region.outputs].t(), points.t(), group_of)
 
     def _of(self, module: str) -> tuple[int, int]:

@@ -38,7 +38,15 @@ from workers.verify.engine import EngineOptions, TargetEngine
 PROMPTS = ((5, 17, 33, 8, 60, 41, 41, 9), (70, 3, 12), tuple(range(20, 50)))
 TOKENS = 24
 RANKS = 3
-OF_RANKS = ("awq", "gptq 4 bits", "compressed-tensors 4 bits", "compressed-tensors int8", "fp8 in blocks")
+OF_RANKS = (
+    "awq",
+    "gptq 4 bits",
+    "gptq in activation order",
+    "compressed-tensors 4 bits",
+    "compressed-tensors in activation order",
+    "compressed-tensors int8",
+    "fp8 in blocks",
+)
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,

@@ -93,7 +93,6 @@ CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
 }
 FEW = ("awq", "gptq in activation order", "compressed-tensors 4 bits", "bitsandbytes nf4", "fp8 in blocks")
 """One checkpoint of each quantization method, for the tests that run on every change."""
-ORDERED = [name for name in CHECKPOINTS if "activation order" not in name]
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +199,7 @@ def held(path: Path, share: Share) -> dict[str, StoredLinear]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", slow_but(FEW, ORDERED))
+@pytest.mark.parametrize("name", slow_but((*FEW, "compressed-tensors in activation order"), CHECKPOINTS))
 def test_ranks_hold_the_whole_together(name: str, ranks: int, sources: Callable[[str], Path], tmp_path: Path) -> None:
     write(sources("llama"), tmp_path / "model", name)
     whole = held(tmp_path / "model", Share(0, 1))
@@ -224,25 +223,13 @@ def test_two_ranks_share_each_kv_head_where_there_are_twice_as_many_ranks(
             assert torch.equal(own[key].storage.dequantized(), head), key
 
 
-@pytest.mark.parametrize("name", ["gptq in activation order", "compressed-tensors in activation order"])
-def test_activation_order_is_refused_for_ranks_that_cut_inputs(
-    name: str, sources: Callable[[str], Path], tmp_path: Path
-) -> None:
-    write(sources("llama"), tmp_path / "model", name)
-    with pytest.raises(
-        ConfigurationError,
-        match=r"tensor_parallel: 3 is refused: model\.layers\.0\.self_attn\.o_proj: weights in activation order",
-    ):
-        held(tmp_path / "model", Share(0, 3))
-
-
 def test_ranks_that_cut_a_group_are_refused(sources: Callable[[str], Path], tmp_path: Path) -> None:
     write(sources("llama"), tmp_path / "model", "awq")
     with pytest.raises(ConfigurationError, match=r"o_proj: inputs 0 to 48 cut groups of 32 inputs into parts"):
         held(tmp_path / "model", Share(0, 4))
 
 
-@pytest.mark.parametrize("name", slow_but(["awq", "fp8 in blocks"], ORDERED))
+@pytest.mark.parametrize("name", slow_but(["awq", "fp8 in blocks", "gptq in activation order"], CHECKPOINTS))
 def test_ranks_hold_parts_of_fused_projections(name: str, sources: Callable[[str], Path], tmp_path: Path) -> None:
     """Each rank has its heads of queries, keys and values, its gates and its columns, one after another."""
     write(sources("phi3"), tmp_path / "model", name)
