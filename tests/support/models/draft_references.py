@@ -29,17 +29,13 @@ def norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def turned(rows: Tensor, positions: Sequence[int], theta: float) -> Tensor:
-    """Rotary positions of [tokens, heads, width], one pair of elements after another."""
+    """Rotary positions of [tokens, heads, width]; an element's partner is half a width behind it."""
     pairs = rows.shape[-1] // 2
-    found = rows.clone()
-    for pair in range(pairs):
-        angles = [position / theta ** (pair / pairs) for position in positions]
-        cosine = torch.tensor([math.cos(angle) for angle in angles]).unsqueeze(1)
-        sine = torch.tensor([math.sin(angle) for angle in angles]).unsqueeze(1)
-        low, high = rows[:, :, pair], rows[:, :, pair + pairs]
-        found[:, :, pair] = low * cosine - high * sine
-        found[:, :, pair + pairs] = high * cosine + low * sine
-    return found
+    angles = [[position / theta ** (pair / pairs) for pair in range(pairs)] for position in positions]
+    cosine = torch.tensor([[math.cos(angle) for angle in one] for one in angles]).unsqueeze(1)
+    sine = torch.tensor([[math.sin(angle) for angle in one] for one in angles]).unsqueeze(1)
+    low, high = rows.chunk(2, dim=-1)
+    return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
 
 
 def attention(
