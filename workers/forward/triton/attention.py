@@ -6,7 +6,7 @@ nodes of its draft tree. The keys of a row are divided into splits of a fixed nu
 batch nor the other rows nor a draft change a bit (split-KV with a reduction, after Dao's FlashDecoding). The program
 that finishes the last split of a tile joins them, in their order.
 
-The module needs the package `triton`; only `workers.forward.backends.triton` imports it.
+The module needs the package `triton`; only `workers.forward.backends.triton` and the kernels over windows import it.
 """
 
 from __future__ import annotations
