@@ -13,7 +13,9 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unicodedata import combining
 
+from cluster.core.bounds import MAX_TOKEN_ID
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFaultCode
 from cluster.core.ids import SequenceId
@@ -46,6 +48,17 @@ class Tokenizers:
     """Tokens of the target's vocabulary."""
     draft_ends: tuple[int, ...] = ()
     """Tokens with which the draft model ends a text."""
+    draft_size: int = MAX_TOKEN_ID + 1
+    """Tokens of the draft model's vocabulary. It is not shown what its tokenizer spells with others."""
+
+    def drafted(self, text: str) -> tuple[list[int], list[int]]:
+        """The draft model's tokens of a text, and where each of them ends in it, in bytes."""
+        pairs = [
+            (token, end)
+            for token, end in zip(*self.draft.encode_with_ends(text), strict=True)
+            if token < self.draft_size
+        ]
+        return [token for token, _ in pairs], [end for _, end in pairs]
 
 
 class TextSession(DraftingSession):
@@ -140,7 +153,7 @@ class TextSession(DraftingSession):
                     return found
             window *= 2
         self._forget_held(0)
-        whole, whole_ends = draft.encode_with_ends(self.text.decode())
+        whole, whole_ends = self._tokenizers.drafted(self.text.decode())
         return [*draft.opening, *whole], [*([0] * opening), *whole_ends]
 
     def _joined(self, first: int, kept: int, begin: int) -> tuple[list[int], list[int]] | None:
@@ -148,24 +161,28 @@ class TextSession(DraftingSession):
 
         `begin` is where token `first` begins, and the tokens below `kept` are of an unchanged text. `None` if no token
         of them is found again, behind the first one, which may be spelled otherwise where a text begins. Tokens of
-        characters that the tokenizer composes do not count: a mark that follows composes others.
+        characters that the tokenizer composes do not count, nor do those that begin with a combining mark: a mark that
+        follows composes others, and is ordered before marks of a higher class (Unicode, section 3.11).
         """
         tokens, ends = self.draft_tokens, self._draft_ends
-        again, again_ends = self._tokenizers.draft.encode_with_ends(self.text[begin:].decode())
+        again, again_ends = self._tokenizers.drafted(self.text[begin:].decode())
         places = {(begin + end, token): place for place, (end, token) in enumerate(zip(again_ends, again, strict=True))}
         for index in range(kept - 1, first, -1):
             place = places.get((ends[index], tokens[index]))
             if place and self._is_spelled(tokens[index], ends[index]):
                 self._forget_held(index + 1)
-                joined = tokens[: index + 1] + list(again[place + 1 :])
+                joined = tokens[: index + 1] + again[place + 1 :]
                 return joined, ends[: index + 1] + [begin + end for end in again_ends[place + 1 :]]
         return None
 
     def _is_spelled(self, token: int, end: int) -> bool:
-        """Whether `text` has the bytes of a draft model's token before `end`, from the beginning of a character on."""
+        """Whether `text` has the bytes of a draft model's token before `end`, from a character on that is no mark."""
         spelled = self._tokenizers.draft.bytes_of(token)
         begin = end - len(spelled)
-        return begin >= 0 and self.text[begin:end] == spelled and not _is_inside_character(self.text, begin)
+        if begin < 0 or self.text[begin:end] != spelled or _is_inside_character(self.text, begin):
+            return False
+        first = self.text[begin : begin + 4].decode(errors="ignore")[:1]
+        return not combining(first or "\0")
 
     def _forget_held(self, length: int) -> None:
         """Note that tokens of the draft model from number `length` on are replaced."""

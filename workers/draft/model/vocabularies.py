@@ -49,4 +49,4 @@ def compare_vocabularies(draft: LoadedModel, draft_directory: Path, target: Targ
             f"{directory.name!r} one of {size}, and it cannot draft by text: {error}; choose a draft with the target's "
             "tokenizer"
         ) from None
-    return Vocabularies(size, Tokenizers(own, other, size, tuple(draft.eos_token_ids)))
+    return Vocabularies(size, Tokenizers(own, other, size, tuple(draft.eos_token_ids), draft.vocabulary_size))

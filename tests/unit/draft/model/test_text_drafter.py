@@ -37,9 +37,11 @@ TEXTS = (
 WORDS = " ".join(TEXTS[:5]).replace("<|im_end|>", " ").replace("<|im_start|>", " ")
 
 
-def _trained(directory: Path) -> Path:
+def _trained(directory: Path, words: str = WORDS, normalizer: normalizers.Normalizer | None = None) -> Path:
     """A byte-level tokenizer with a beginning of texts, which learned longer tokens."""
     tokenizer = Tokenizer(models.BPE())
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -48,7 +50,7 @@ def _trained(directory: Path) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([WORDS], trainer)
+    tokenizer.train_from_iterator([words], trainer)
     tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", "<bos> $A $B", [("<bos>", 0)])
     directory.mkdir()
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -78,13 +80,16 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextTokenizer]:
     return {name: TextTokenizer.load(make(root / name)) for name, make in KINDS.items()}
 
 
-class Oracle:
-    """A draft model that knows how the text goes on, and checks that its rows fit."""
+Draft = Callable[[DraftRow, Sequence[int]], Proposal]
+"""What a draft model proposes for a row and the tokens of its sequence; the names of the row are put in."""
 
-    def __init__(self, tokenizers: Tokenizers, text: str) -> None:
-        self._tokenizers = tokenizers
-        self._text = text
-        self.sessions = Sessions(Session)
+
+class DraftModel:
+    """A draft model with any drafts, which refuses the rows that a real one refuses."""
+
+    def __init__(self, draft: Draft, vocabulary_size: int | None = None) -> None:
+        self._draft = draft
+        self.sessions = Sessions(Session, vocabulary_size=vocabulary_size)
 
     def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
         return tuple(map(self._propose, rows))
@@ -96,19 +101,49 @@ class Oracle:
         session = self.sessions.apply(row)
         if isinstance(session, RowFault):
             return Proposal(row.sequence_id, row.base_len, fault=session)
-        draft = self._tokenizers.draft
-        pairs = [*zip([None, *session.tokens], session.tokens, strict=False)][len(draft.opening) :]
-        spelled = b"".join(draft.bytes_after(one, other) for one, other in pairs)
-        whole = self._text.encode()
-        rest = whole[len(spelled) :] if whole.startswith(spelled) else b""
-        found = self._after(rest.decode(errors="ignore"))[: min(row.budget.max_nodes, row.budget.max_depth)]
-        return Proposal(row.sequence_id, row.base_len, TokenTree.chain(found))
+        return replace(self._draft(row, session.tokens), sequence_id=row.sequence_id, base_len=row.base_len)
 
-    def _after(self, text: str) -> list[int]:
+
+def drafted(tree: TokenTree) -> Proposal:
+    return Proposal(SequenceId(""), 0, tree)
+
+
+def oracle(tokenizers: Tokenizers, text: str) -> Draft:
+    """The draft of a model that knows how the text goes on."""
+    draft, whole = tokenizers.draft, text.encode()
+
+    def after(rest: str) -> list[int]:
         """Tokens that spell the text, without a space before it: no token joins it with the character before."""
-        (tokens,) = self._tokenizers.draft.encode(["\0" + text])
-        at = [self._tokenizers.draft.bytes_of(token) for token in tokens].index(b"\0")
+        (tokens,) = draft.encode(["\0" + rest])
+        at = [draft.bytes_of(token) for token in tokens].index(b"\0")
         return list(tokens[at + 1 :])
+
+    def propose(row: DraftRow, tokens: Sequence[int]) -> Proposal:
+        pairs = [*zip([None, *tokens], tokens, strict=False)][len(draft.opening) :]
+        spelled = b"".join(draft.bytes_after(one, other) for one, other in pairs)
+        rest = whole[len(spelled) :] if whole.startswith(spelled) else b""
+        most = min(row.budget.max_nodes, row.budget.max_depth)
+        return drafted(TokenTree.chain(after(rest.decode(errors="ignore"))[:most]))
+
+    return propose
+
+
+def repeating(row: DraftRow, tokens: Sequence[int]) -> Proposal:
+    """The draft of a model that repeats the last tokens, as a tree."""
+    last = list(tokens[-6:])
+    return drafted(TokenTree.from_candidates([last[:3], last[2:], last[1:]], row.budget.max_nodes))
+
+
+class Forgetful(DraftModel):
+    """A draft model that forgets its sequences now and then."""
+
+    calls = 0
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        self.calls += 1
+        if self.calls % 7 == 0:
+            self.release([row.sequence_id for row in rows])
+        return super().propose(rows)
 
 
 def _rows(tokens: Sequence[int], draw: random.Random, sampling: SamplingParameters) -> Iterator[DraftRow]:
@@ -138,7 +173,7 @@ def test_drafted_text_becomes_the_tokens_that_the_target_writes(
     tokenizers = _pair(kinds, target, draft)
     (whole,) = tokenizers.target.encode([text])
     written = unicodedata.normalize("NFC", text) if target == "composing" else text
-    drafter = TextDrafter(Oracle(tokenizers, written), tokenizers)
+    drafter = TextDrafter(DraftModel(oracle(tokenizers, written)), tokenizers)
     compared = 0
     for row in _rows(whole, random.Random(1), SamplingParameters()):
         (proposal,) = drafter.propose([row])
@@ -186,7 +221,7 @@ def test_any_tokens_in_any_order_give_proposals_that_fit(
     """Random tokens have invalid bytes, cut characters and special tokens anywhere, and their ends are replaced."""
     draw = random.Random(seed)
     tokenizers = _pair(kinds, target, draft)
-    drafter = TextDrafter(Repeating(), tokenizers)
+    drafter = TextDrafter(Forgetful(repeating), tokenizers)
     tokens = [draw.randrange(300) for _ in range(20)]
     known = 0
     for _ in range(30):
@@ -215,44 +250,6 @@ def test_any_tokens_in_any_order_give_proposals_that_fit(
     assert len(drafter._sessions) == 0
 
 
-class Repeating:
-    """A draft model that repeats the last tokens, as a tree, and forgets sequences now and then."""
-
-    def __init__(self) -> None:
-        self.sessions = Sessions(Session)
-        self._calls = 0
-
-    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        self._calls += 1
-        if self._calls % 7 == 0:
-            self.sessions.release([row.sequence_id for row in rows])
-        return tuple(map(self._propose, rows))
-
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        self.sessions.release(sequence_ids)
-
-    def _propose(self, row: DraftRow) -> Proposal:
-        session = self.sessions.apply(row)
-        if isinstance(session, RowFault):
-            return Proposal(row.sequence_id, row.base_len, fault=session)
-        last = session.tokens[-6:]
-        tree = TokenTree.from_candidates([last[:3], last[2:], last[1:]], row.budget.max_nodes)
-        return Proposal(row.sequence_id, row.base_len, tree)
-
-
-class Fixed:
-    """A draft model that proposes one tree."""
-
-    def __init__(self, proposal: Proposal) -> None:
-        self._proposal = proposal
-
-    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
-        return tuple(replace(self._proposal, sequence_id=row.sequence_id, base_len=row.base_len) for row in rows)
-
-    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
-        pass
-
-
 def _proposed(
     tokenizers: Tokenizers,
     committed: Sequence[int],
@@ -262,10 +259,10 @@ def _proposed(
     probabilities: tuple[float, ...] = (),
     origins: tuple[DraftOrigin, ...] = (),
 ) -> Proposal:
-    drafted = Proposal(SequenceId(""), 0, tree, probabilities=probabilities, origins=origins, ready=len(tree))
+    fixed = replace(drafted(tree), probabilities=probabilities, origins=origins, ready=len(tree))
     start = SequenceStart(1, sampling or SamplingParameters())
     row = DraftRow(SequenceId("a"), len(committed), tuple(committed), budget, start)
-    return TextDrafter(Fixed(drafted), tokenizers).propose([row])[0]
+    return TextDrafter(DraftModel(lambda _, __: fixed), tokenizers).propose([row])[0]
 
 
 def _token(tokenizer: TextTokenizer, piece: bytes) -> int:
@@ -381,6 +378,64 @@ def test_a_long_text_is_not_encoded_again(
     assert lengths and max(lengths) < 400
     whole = encode([bytes(session.text).decode()])[0]
     assert session.draft_tokens == [*tokenizers.draft.opening, *whole]
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.NFD()], ids=["NFC", "NFD"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_marks_that_are_put_before_others_are_read_in_their_order(
+    normalizer: normalizers.Normalizer, step: int, tmp_path: Path, kinds: dict[str, TextTokenizer]
+) -> None:
+    """A dot below comes before the accents that stand above, however many the draft model has read."""
+    accent, below, hook = "\u0301", "\u0323", "\u0327"
+    draft = TextTokenizer.load(_trained(tmp_path / "marks", f"q{accent} q{below} q{hook} q{accent}" * 4, normalizer))
+    assert {accent.encode(), below.encode()} <= {draft.bytes_of(token) for token in range(400)}
+    text = (
+        f"the q{accent * 9}{below}{accent} q{accent}{accent}{below}{hook} e{accent}{below} " + f"q{accent * 24}{below}"
+    )
+    tokenizers = Tokenizers(kinds["bytes"], draft, 400)
+    (tokens,) = tokenizers.target.encode([text])
+    session = TextSession(SequenceStart(1, SamplingParameters()), tokenizers)
+    for length in range(0, len(tokens), step):
+        session.replace(length, tokens[length : length + step])
+        session.read()
+        assert session.draft_tokens == [*draft.opening, *draft.encode([session.text.decode()])[0]]
+    assert session.text.decode() == text
+
+
+def test_the_draft_model_is_not_shown_tokens_beyond_its_vocabulary(kinds: dict[str, TextTokenizer]) -> None:
+    """Its tokenizer may have more tokens than its embedding. What is drafted after them goes on."""
+    size = 300
+    tokenizers = replace(_pair(kinds, "bytes", "trained"), draft_size=size)
+    whole = tokenizers.draft.encode([WORDS])[0]
+    assert max(whole) >= size
+    shown: list[list[int]] = []
+
+    def draft(row: DraftRow, tokens: Sequence[int]) -> Proposal:
+        shown.append(list(tokens))
+        return repeating(row, tokens)
+
+    (tokens,) = tokenizers.target.encode([WORDS])
+    drafter = TextDrafter(DraftModel(draft, vocabulary_size=size), tokenizers)
+    rows = list(_rows(tokens, random.Random(2), SamplingParameters()))
+    found = [drafter.propose([row])[0] for row in rows]
+    assert all(one.fault is None for one in found) and sum(bool(one.tree) for one in found) > len(rows) // 2
+    assert len(shown) == len(rows)
+    assert shown[-1] == [*tokenizers.draft.opening, *(token for token in whole if token < size)]
+
+
+def test_a_target_may_write_tokens_that_its_tokenizer_has_not(kinds: dict[str, TextTokenizer]) -> None:
+    """Embeddings are padded. Such a token adds no text, and what the draft model knows of the text stays right."""
+    tokenizers = _pair(kinds, "bytes", "trained")
+    text, padding = TEXTS[0], 399
+    assert tokenizers.target.bytes_of(padding) == b""
+    (whole,) = tokenizers.target.encode([text])
+    drafter = TextDrafter(DraftModel(oracle(tokenizers, text)), tokenizers)
+    right = 0
+    for row in _rows([token for one in whole for token in (one, padding)], random.Random(1), SamplingParameters()):
+        (proposal,) = drafter.propose([row])
+        assert proposal.fault is None and padding not in proposal.tree.tokens
+        right += proposal.tree.tokens[:1] == whole[(row.base_len + 1) // 2 :][:1]
+    assert right > len(whole) // 4
 
 
 def test_a_tokenizer_says_where_its_tokens_end(tmp_path: Path) -> None:
