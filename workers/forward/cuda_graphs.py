@@ -37,7 +37,7 @@ from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.recurrence.plan import RecurrenceBuffers, RecurrenceColumns, RecurrencePlan, recurrence_columns
 from workers.ranks import AnotherRankFailed, least_of_all_ranks, try_together
-from workers.transfer import StepArray, joined, split_together, words_together
+from workers.transfer import IntegerArray, StepArray, joined, split_together, words_together
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class CudaGraphRunner:
         self,
         rows: Sequence[RowShape],
         tokens: Sequence[int],
-        positions: Sequence[int],
+        positions: Sequence[int] | IntegerArray,
         selected: Sequence[int],
         partial: PartialPass = WHOLE,
         recurrence: RecurrenceColumns | None = None,
@@ -311,7 +311,11 @@ class PackedBuffers:
         """What recurrent layers do, which is filled for models that have some."""
 
     def fill(
-        self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]
+        self,
+        rows: Sequence[RowShape],
+        tokens: Sequence[int],
+        positions: Sequence[int] | IntegerArray,
+        selected: Sequence[int],
     ) -> None:
         """Copy a step that fits into the buffers, in one piece. The host does not wait for the copy."""
         arrays, _ = self._planned(rows, tokens, positions, selected)
@@ -323,7 +327,11 @@ class PackedBuffers:
         return self._metadata(self._parts)
 
     def _planned(
-        self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]
+        self,
+        rows: Sequence[RowShape],
+        tokens: Sequence[int],
+        positions: Sequence[int] | IntegerArray,
+        selected: Sequence[int],
     ) -> tuple[list[StepArray], Any]:
         planned, size = self._backend.plan_packed(rows, self.size), self.size
         inputs: list[StepArray] = [

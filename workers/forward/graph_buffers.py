@@ -68,7 +68,11 @@ class GraphBuffers:
         return shapes
 
     def fill(
-        self, rows: Sequence[RowShape], tokens: Sequence[int], positions: Sequence[int], selected: Sequence[int]
+        self,
+        rows: Sequence[RowShape],
+        tokens: Sequence[int],
+        positions: Sequence[int] | IntegerArray,
+        selected: Sequence[int],
     ) -> None:
         """Copy a step that fits into the buffers. The host does not wait for the copy."""
         # torch does not reuse pinned memory before the copy has finished.

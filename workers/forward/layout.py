@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
 
 from cluster.core.ids import BlockId
 from cluster.core.tree import TokenTree
 from workers.kv.groups import AttentionWindow
+from workers.sampling.tree_columns import TreeColumns
+from workers.transfer import IntegerArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,81 @@ class RowShape:
         """Absolute position of each token. Tree nodes of the same depth have the same position."""
         committed = list(range(self.stored_len, self.base_len))
         return committed + [self.base_len + depth - 1 for depth in self.tree.depths()]
+
+
+class StepRows(tuple[RowShape, ...]):
+    """The rows of a step, with their columns."""
+
+    @classmethod
+    def of(cls, rows: Sequence[RowShape]) -> StepRows:
+        """The rows themselves if they are a `StepRows`, whose columns may be computed already."""
+        return rows if isinstance(rows, cls) else cls(rows)
+
+    @cached_property
+    def columns(self) -> StepColumns:
+        """The rows as columns of numbers, computed once."""
+        return StepColumns(self)
+
+
+class StepColumns:
+    """The rows of a step as columns of numbers. Its tokens are the rows' tokens, one row after another."""
+
+    def __init__(self, rows: Sequence[RowShape]) -> None:
+        self._rows = rows
+        self.trees = TreeColumns([row.tree for row in rows])
+        """The rows' trees. Their nodes are the tokens of which `is_node` is true, in order."""
+        self.stored: IntegerArray = np.array([row.stored_len for row in rows], dtype=np.int64)
+        """`[rows]`: the stored length."""
+        self.fresh: IntegerArray = np.array([row.fresh for row in rows], dtype=np.int64)
+        """`[rows]`: committed tokens in this step."""
+        self.widths: IntegerArray = self.fresh + self.trees.sizes
+        """`[rows]`: tokens in this step."""
+        self.firsts: IntegerArray = np.cumsum(self.widths) - self.widths
+        """`[rows]`: the first token of each row."""
+        self.rows: IntegerArray = np.repeat(np.arange(len(rows)), self.widths)
+        """`[tokens]`: the row of each token."""
+        places = np.arange(len(self.rows)) - self.firsts[self.rows]
+        self.stored_at: IntegerArray = self.stored[self.rows] + places
+        """`[tokens]`: where among the positions of its sequence the keys and values of each token are stored."""
+        self.is_node = places >= self.fresh[self.rows]
+        """`[tokens]`: whether the token is drafted."""
+        self.positions: IntegerArray = self.stored_at.copy()
+        """`[tokens]`: absolute position. Nodes of a tree of the same depth have the same position."""
+        if len(self.trees.places):
+            self.positions[self.is_node] = self.base_lens[self.trees.trees] + self.trees.depths - 1
+
+    @cached_property
+    def ancestors(self) -> npt.NDArray[np.uint64]:
+        """`[nodes, words]`: each node and its ancestors as bits; see `TreeColumns.ancestors`."""
+        return self.trees.ancestors()
+
+    @property
+    def base_lens(self) -> IntegerArray:
+        """`[rows]`: length of the sequence after the committed tokens of this step."""
+        return self.stored + self.fresh
+
+    @property
+    def ends(self) -> IntegerArray:
+        """`[rows]`: number of slots in use after this step."""
+        return self.stored + self.widths
+
+    def flat_slots(self, table: int, size: int) -> IntegerArray:
+        """`[tokens]`: where a block table with blocks of `size` tokens stores each token: block * size + offset."""
+        begins, ends = self.stored // size, -(-self.ends // size)
+        spans = zip(self._rows, begins.tolist(), ends.tolist(), strict=True)
+        counts = ends - begins
+        written = chain.from_iterable(row.blocks[table][begin:end] for row, begin, end in spans)
+        blocks = np.fromiter(written, dtype=np.int64, count=int(counts.sum()))
+        shifts = np.cumsum(counts) - counts - begins  # from a block's number in its row to its place in `blocks`
+        slots: IntegerArray = blocks[self.stored_at // size + shifts[self.rows]] * size + self.stored_at % size
+        return slots
+
+    def blocks_read(self, window: AttentionWindow, size: int) -> tuple[IntegerArray, IntegerArray, IntegerArray]:
+        """`blocks_read` of all rows, `[rows]` each."""
+        first = np.zeros_like(self.stored)
+        if window.size is not None:
+            first = np.maximum(0, self.stored - window.size + 1) // size
+        return np.minimum(first, -(-window.sinks // size)), first, -(-self.ends // size)
 
 
 def slots_of(blocks: Sequence[BlockId], start: int, end: int, size: int) -> list[int]:

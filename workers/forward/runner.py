@@ -17,7 +17,7 @@ from workers.forward.attention import StepPlan, bind
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend, require_backend
 from workers.forward.cuda_graphs import CudaGraphRunner, GraphCapture, make_graph_runner
-from workers.forward.layout import RowShape, SourceShape, slots_of
+from workers.forward.layout import RowShape, SourceShape, StepRows, slots_of
 from workers.forward.loaded_model import WHOLE_PASS, EncodedSources, LoadedModel, PassOptions, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass, only_parts
 from workers.forward.recurrence.plan import RecurrenceColumns, RecurrencePlan, StateRow, recurrence_columns
@@ -249,7 +249,7 @@ class ModelRunner:
     ) -> PassOutput:
         """Run all rows. The output may have more logits than the rows select."""
         device = self._model.device
-        shapes = [row.shape for row in rows]
+        shapes = StepRows(row.shape for row in rows)
         tokens = [token for row in rows for token in (*row.tokens, *row.tree.tokens)]
         self._shapes = tuple(shapes)
         self._firsts = (0, *accumulate(shape.width for shape in shapes))
@@ -259,7 +259,7 @@ class ModelRunner:
         if self._model.native is not None:
             taps = self._taps if options.with_taps and options.partial is WHOLE else ()
             return self._model.native.compute(tokens, selected, shapes, options, taps)
-        positions = [position for shape in shapes for position in shape.positions()]
+        positions = shapes.columns.positions
         if self.graphs is not None and options.inputs is None:
             replayed = self.graphs.run(shapes, tokens, positions, selected, options.partial, recurrence)
             if replayed is not None:

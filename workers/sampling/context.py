@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
+from itertools import accumulate, chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, overload
 
 from cluster.core.request import SamplingParameters, ThinkingBudget
-from cluster.core.tree import TokenTree
+from cluster.core.tree import EMPTY_TREE, TokenTree
 
 if TYPE_CHECKING:  # drafting methods, which the control plane names, load without torch
     from torch import Tensor
@@ -186,11 +187,72 @@ def tree_contexts(
     A node's context holds the tokens of its own path, so penalties do not count the tokens of its siblings. `allowed`
     has one entry per context, or none.
     """
-    texts = (tokens, *(Branch(tokens, tree.path_tokens(node)) for node in range(len(tree))))
-    return tuple(
-        DecisionContext(sampling, text, prompt_len, mask)
-        for text, mask in zip(texts, allowed or [None] * len(texts), strict=True)
-    )
+    row = RowDecisions(sampling, tokens, prompt_len, tree, allowed)
+    return tuple(row.context(decision) for decision in range(len(row)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowDecisions:
+    """What the decisions of one row of a step are made with: first the one at the root, then those at every node."""
+
+    sampling: SamplingParameters
+    tokens: Sequence[int]
+    """All tokens before the root's decision."""
+    prompt_len: int
+    tree: TokenTree = EMPTY_TREE
+    allowed: Sequence[AllowedTokens | None] = ()
+    """What the grammar and the bad texts allow at each decision; empty allows all tokens."""
+
+    def __len__(self) -> int:
+        return 1 + len(self.tree)
+
+    def context(self, decision: int) -> DecisionContext:
+        """The context of one decision: a node's holds the tokens of its own path, and none of its siblings'."""
+        path = self.tree.path_tokens(decision - 1) if decision else ()
+        tokens = Branch(self.tokens, path) if path else self.tokens
+        allowed = self.allowed[decision] if self.allowed else None
+        return DecisionContext(self.sampling, tokens, self.prompt_len, allowed)
+
+
+class StepContexts(Sequence[DecisionContext]):
+    """The contexts of the decisions of several rows, one row after another. Each is made when it is asked for.
+
+    Few are, where parameters change no single logit: kernels then need the columns alone.
+    """
+
+    def __init__(self, rows: Sequence[RowDecisions]) -> None:
+        self.rows = rows
+        self.ends = list(accumulate(map(len, rows)))
+        """The number of decisions of each row and those before it."""
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> DecisionContext: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[DecisionContext]: ...
+
+    def __getitem__(self, index: int | slice) -> DecisionContext | Sequence[DecisionContext]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        place = range(len(self))[index]
+        row = bisect_right(self.ends, place)
+        return self.rows[row].context(place - (self.ends[row - 1] if row else 0))
+
+    def __iter__(self) -> Iterator[DecisionContext]:
+        return (row.context(decision) for row in self.rows for decision in range(len(row)))
+
+
+def rows_of_contexts(contexts: Sequence[DecisionContext]) -> Sequence[RowDecisions]:
+    """The rows that the contexts are of: those of `StepContexts`, else one row for each."""
+    if isinstance(contexts, StepContexts):
+        return contexts.rows
+    return [
+        RowDecisions(one.sampling, one.tokens, one.prompt_len, allowed=() if one.allowed is None else (one.allowed,))
+        for one in contexts
+    ]
 
 
 def leaders_of(sampling: SamplingParameters) -> int:
@@ -212,6 +274,18 @@ _WITHOUT_EFFECT = {"temperature", "top_k", "top_p", "min_p", "seed", "logprob_to
 _OTHERS = [field.name for field in fields(SamplingParameters) if field.name not in _EXCLUDING | _WITHOUT_EFFECT]
 _needs_all_logits = attrgetter(*_OTHERS)
 _DEFAULTS = _needs_all_logits(SamplingParameters())
+_TOGETHER = _WITHOUT_EFFECT | {"end_token_ids", "logprobs", "prompt_logprobs", "grammar", "bad_texts"}
+"""Parameters that change no single logit by themselves: grammars and bad texts do it by what they allow."""
+_change_logits = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name not in _TOGETHER))
+_CHANGE_NONE = _change_logits(SamplingParameters())
+
+
+def changes_logits(sampling: SamplingParameters) -> bool:
+    """Whether parameters may change single logits, other than by temperature and truncation.
+
+    So does any parameter that is not known here to change none.
+    """
+    return bool(_change_logits(sampling) != _CHANGE_NONE)
 
 
 def common_leaders(samplings: Iterable[SamplingParameters]) -> int:

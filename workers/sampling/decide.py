@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters
-from workers.sampling.context import DecisionContext, is_truncated, leaders_of
+from workers.sampling.context import DecisionContext, is_truncated, leaders_of, rows_of_contexts
 from workers.sampling.decision_table import MOST_COLUMNS, table_of
 from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.shortlist import shortlists
@@ -47,7 +47,8 @@ def decide(logits: Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
     """
     if len(contexts) != len(logits):
         raise ValueError(f"{len(contexts)} contexts for {len(logits)} rows of logits")
-    if all(context.allowed is None and leaders_of(context.sampling) for context in contexts):
+    rows = () if logits.is_cuda else rows_of_contexts(contexts)
+    if rows and all(not any(row.allowed) and leaders_of(row.sampling) for row in rows):
         tokens = largest(logits)
         if tokens is not None and all(one not in of.excluded_tokens for one, of in zip(tokens, contexts, strict=True)):
             return tokens
@@ -84,7 +85,7 @@ def shard_winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: i
     Returns scores, float32 [n], and tokens, int64 [n]. A row without any candidate has the score −inf. Raises
     `ValueError` for a row that is not shardable.
     """
-    for row, context in enumerate(contexts):
+    for row, context in enumerate(rows_of_contexts(contexts)):
         if not is_shardable(context.sampling):
             raise ValueError(f"row {row}: its sampling parameters need the whole vocabulary, not a shard")
     return _winners(logits, contexts, offset)
@@ -181,6 +182,7 @@ def _winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -
         from workers.sampling.triton.winners import winners
 
         return winners(logits.detach(), table_of(contexts, offset, logits.shape[1]), offset)
+    contexts = list(contexts)  # each is read more than once
     values = torch.empty(len(contexts), device=logits.device)
     ids = torch.empty(len(contexts), dtype=torch.int64, device=logits.device)
     for part in score_rows(logits, contexts, offset):

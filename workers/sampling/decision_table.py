@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from workers.sampling.context import DecisionContext
+from cluster.core.request import SamplingParameters
+from workers.sampling.context import (
+    GREEDY_BELOW,
+    DecisionContext,
+    RowDecisions,
+    changes_logits,
+    is_truncated,
+    rows_of_contexts,
+)
+from workers.sampling.tree_columns import TreeColumns
 from workers.sampling.warp import additions
 
 WORD = 32
@@ -24,7 +33,9 @@ _LEAST_TAIL = 1e-6
 """Least share outside of top-p for which the tokens in its far tail are told apart by a bound."""
 
 _Bits = npt.NDArray[np.uint8]
+_Tokens = npt.NDArray[np.int64]
 _NO_COLUMNS, _NO_NUMBERS = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,58 +83,94 @@ class DecisionTable:
 
 def table_of(contexts: Sequence[DecisionContext], offset: int, size: int) -> DecisionTable:
     """The table of the contexts of all rows of logits `[n, size]`. Raises `ValueError` for a position below 0."""
-    found = [_Changes(context, offset, size) for context in contexts]
-    with_bits = [row for row, changes in enumerate(found) if changes.excluded is not None]
-    without = [row for row, changes in enumerate(found) if changes.excluded is None and len(changes.columns)]
-    masks = np.full(len(contexts), -1, dtype=np.int32)
-    masks[[*with_bits, *without]] = np.arange(len(with_bits) + len(without), dtype=np.int32)
-    bits = [changes.excluded for changes in found if changes.excluded is not None]
-    listed = [changes for changes in found if len(changes.columns)]
-    counts = [len(changes.columns) for changes in found]
-    truncated = [(row, context.sampling) for row, context in enumerate(contexts) if context.is_truncated]
-    samplings = [sampling for _, sampling in truncated]
+    rows = rows_of_contexts(contexts)
+    counts = np.array([len(row) for row in rows], dtype=np.int64)
+    firsts = np.cumsum(counts) - counts
+    positions = np.repeat(np.array([len(row.tokens) for row in rows], dtype=np.int64), counts)
+    if len(positions) > len(rows):
+        nodes = TreeColumns([row.tree for row in rows])
+        positions[firsts[nodes.trees] + 1 + nodes.places] += nodes.depths
+    found = _changes_of(rows, firsts.tolist(), offset, size)
+    changed = [(row, changes) for row, changes in found.items() if len(changes.columns)]
+    bits = {row: changes.excluded for row, changes in found.items() if changes.excluded is not None}
+    masked = [*bits, *(row for row, _ in changed if row not in bits)]
+    masks = np.full(len(positions), -1, dtype=np.int32)
+    masks[masked] = np.arange(len(masked), dtype=np.int32)
+    entries = np.zeros(len(positions), dtype=np.int64)
+    entries[[row for row, _ in changed]] = [len(changes.columns) for _, changes in changed]
+    samplings = [row.sampling for row in rows]
+    is_cut = np.array([is_truncated(sampling) for sampling in samplings], dtype=np.bool_)
+    cut = [sampling for sampling, truncates in zip(samplings, is_cut.tolist(), strict=True) if truncates]
+    repeats = counts[is_cut]
     return DecisionTable(
-        seeds=np.array([context.sampling.seed for context in contexts], dtype=np.uint64).view(np.int64),
-        positions=np.array([context.position for context in contexts], dtype=np.int64),
-        temperatures=np.array(
-            [0.0 if context.is_greedy else context.sampling.temperature for context in contexts], dtype=np.float32
-        ),
+        seeds=np.repeat(np.array([one.seed for one in samplings], dtype=np.uint64), counts).view(np.int64),
+        positions=positions,
+        temperatures=np.repeat(np.array([_temperature(one) for one in samplings], dtype=np.float32), counts),
         masks=masks,
-        mask_count=len(with_bits) + len(without),
-        excluded=_words(bits, size),
-        ends=np.cumsum([0, *counts], dtype=np.int32),
-        columns=np.concatenate([_NO_COLUMNS, *(changes.columns for changes in listed)]),
-        rows=np.repeat(np.arange(len(contexts), dtype=np.int32), counts),
-        factors=np.concatenate([_NO_NUMBERS, *(changes.factors for changes in listed)]),
-        terms=np.concatenate([_NO_NUMBERS, *(changes.terms for changes in listed)]),
-        truncated=np.array([row for row, _ in truncated], dtype=np.int32),
-        limits=np.array([min(sampling.top_k or size, size) for sampling in samplings], dtype=np.int64),
-        shares=np.array([min(sampling.top_p, 1.0) for sampling in samplings], dtype=np.float64),
-        tails=np.array([_tail(sampling.top_p, size) for sampling in samplings], dtype=np.float32),
-        gaps=np.array(
-            [math.log(sampling.min_p) if sampling.min_p else -math.inf for sampling in samplings], dtype=np.float32
+        mask_count=len(masked),
+        excluded=_words(list(bits.values()), size),
+        ends=np.cumsum([0, *entries.tolist()], dtype=np.int32),
+        columns=np.concatenate([_NO_COLUMNS, *(changes.columns for _, changes in changed)]),
+        rows=np.repeat(np.arange(len(positions), dtype=np.int32), entries),
+        factors=np.concatenate([_NO_NUMBERS, *(changes.factors for _, changes in changed)]),
+        terms=np.concatenate([_NO_NUMBERS, *(changes.terms for _, changes in changed)]),
+        truncated=np.flatnonzero(np.repeat(is_cut, counts)).astype(np.int32),
+        limits=np.repeat(np.array([min(one.top_k or size, size) for one in cut], dtype=np.int64), repeats),
+        shares=np.repeat(np.array([min(one.top_p, 1.0) for one in cut], dtype=np.float64), repeats),
+        tails=np.repeat(np.array([_tail(one.top_p, size) for one in cut], dtype=np.float32), repeats),
+        gaps=np.repeat(
+            np.array([math.log(one.min_p) if one.min_p else -math.inf for one in cut], dtype=np.float32), repeats
         ),
     )
+
+
+def _temperature(sampling: SamplingParameters) -> float:
+    return 0.0 if sampling.temperature < GREEDY_BELOW else sampling.temperature
+
+
+def _changes_of(rows: Sequence[RowDecisions], firsts: Sequence[int], offset: int, size: int) -> dict[int, _Changes]:
+    """What changes single logits of each decision, by the number of the decision, for those of which anything may."""
+    found: dict[int, _Changes] = {}
+    for row, first in zip(rows, firsts, strict=True):
+        if not row.allowed and not changes_logits(row.sampling):
+            continue
+        stem = _distinct(row.tokens) if row.sampling.repetition_penalty != 1.0 else _NO_TOKENS
+        for decision in range(len(row)):
+            path = row.tree.path_tokens(decision - 1) if decision and len(stem) else ()
+            seen = _united(stem, np.array(path, dtype=np.int64)) if path else stem
+            found[first + decision] = _Changes(row.context(decision), seen, offset, size)
+    return found
+
+
+def _distinct(tokens: Sequence[int]) -> _Tokens:
+    return np.array(sorted(set(tokens)), dtype=np.int64)
+
+
+def _united(tokens: _Tokens, others: _Tokens) -> _Tokens:
+    """All tokens of both, each once and ascending. A library's function for it takes several times as long."""
+    both = np.sort(np.concatenate((tokens, others)))
+    is_first = np.ones(len(both), dtype=np.bool_)
+    is_first[1:] = both[1:] != both[:-1]
+    return both[is_first]
 
 
 class _Changes:
     """What changes single logits of one row: its entries, and bits of the columns that cannot be chosen."""
 
-    def __init__(self, context: DecisionContext, offset: int, size: int) -> None:
+    def __init__(self, context: DecisionContext, repeated: _Tokens, offset: int, size: int) -> None:
+        """`repeated` are the tokens before the decision, each once and ascending, if repeating them is penalized."""
         self.columns, self.factors, self.terms = _NO_COLUMNS, _NO_NUMBERS, _NO_NUMBERS
         self.excluded: _Bits | None = None
         """uint8 `[size]`, 1 for columns that cannot be chosen; `None` if the row has no such columns, but few."""
         if context.forced_token is not None:
             self._force(context.forced_token - offset, size)
             return
-        factors: dict[int, float] = {}
-        if context.sampling.repetition_penalty != 1.0:
-            factors = dict.fromkeys(context.tokens[:], context.repetition_penalty)
         terms = additions(context)
         terms |= dict.fromkeys(context.excluded_tokens, -math.inf)
         self._exclude(context, offset, size)
-        if factors or terms:
-            self._change(factors, terms, offset, size)
+        if len(repeated) or terms:
+            self._change(repeated, context.repetition_penalty, terms)
+            self._keep(offset, size)
 
     def _force(self, column: int, size: int) -> None:
         self.excluded = np.ones(size, dtype=np.uint8)
@@ -140,16 +187,22 @@ class _Changes:
             others[named[(named >= 0) & (named < size)]] = 0
             self.excluded = others if self.excluded is None else self.excluded | others
 
-    def _change(self, factors: dict[int, float], terms: dict[int, float], offset: int, size: int) -> None:
-        tokens = np.array(sorted(factors.keys() | terms.keys()), dtype=np.int64)
-        is_kept = (tokens >= offset) & (tokens < offset + size)
+    def _change(self, repeated: _Tokens, penalty: float, terms: dict[int, float]) -> None:
+        """Set the entries of all tokens, whose columns are the tokens themselves."""
+        added = np.array(list(terms), dtype=np.int64)
+        tokens = _united(repeated, added)
+        self.columns = tokens.astype(np.int32)
+        self.factors, self.terms = np.ones(len(tokens), dtype=np.float32), np.zeros(len(tokens), dtype=np.float32)
+        self.factors[np.searchsorted(tokens, repeated)] = penalty
+        self.terms[np.searchsorted(tokens, added)] = list(terms.values())
+
+    def _keep(self, offset: int, size: int) -> None:
+        """Drop the entries of tokens that have no column here, or one that cannot be chosen."""
+        columns = self.columns - offset
+        is_kept = (columns >= 0) & (columns < size)
         if self.excluded is not None:
-            is_kept[is_kept] = self.excluded[tokens[is_kept] - offset] == 0
-        tokens = tokens[is_kept]
-        self.columns = (tokens - offset).astype(np.int32)
-        listed: list[int] = tokens.tolist()
-        self.factors = np.array([factors.get(token, 1.0) for token in listed], dtype=np.float32)
-        self.terms = np.array([terms.get(token, 0.0) for token in listed], dtype=np.float32)
+            is_kept[is_kept] = self.excluded[columns[is_kept]] == 0
+        self.columns, self.factors, self.terms = columns[is_kept], self.factors[is_kept], self.terms[is_kept]
 
 
 def _words(bits: Sequence[_Bits], size: int) -> npt.NDArray[np.int32]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,7 +12,7 @@ import torch
 from cluster.core.tree import TokenTree
 from workers.forward.loaded_model import LoadedModel
 from workers.sampling.acceptance import Accepted
-from workers.sampling.context import DecisionContext
+from workers.sampling.context import DecisionContext, StepContexts, rows_of_contexts
 from workers.sampling.decide import Undecidable, decide, largest
 from workers.sampling.warp import log_distribution
 from workers.transfer import row_indices, rows_of
@@ -86,13 +86,11 @@ class LocalDecider:
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
     ) -> Decisions:
         def choose(rows: list[int]) -> list[int]:
-            return decide(rows_of(logits, rows), [contexts[row] for row in rows])
+            return decide(rows_of(logits, rows), chosen_contexts(contexts, rows))
 
         tokens = decide_where_possible(len(contexts), choose)
-        requested = {
-            index: logits[index] for index, context in enumerate(contexts) if context.sampling.logprobs is not None
-        }
-        return Decisions(tokens, requested, log_distribution(logits, contexts) if with_distribution else None)
+        requested = {index: logits[index] for index in _with_logprobs(contexts)}
+        return Decisions(tokens, requested, log_distribution(logits, list(contexts)) if with_distribution else None)
 
 
 class RenormalizingDecider:
@@ -150,7 +148,21 @@ def decide_rows(
     """
     if leaders == 1 and (tokens := decider.largest(logits)) is not None:
         return Decisions(tokens, {})
-    return decider.decide(logits, [context for row in ready for context in row.contexts()], with_distribution)
+    return decider.decide(logits, StepContexts([row.decisions() for row in ready if row.row.decide]), with_distribution)
+
+
+def chosen_contexts(contexts: Sequence[DecisionContext], rows: Sequence[int]) -> Sequence[DecisionContext]:
+    """These contexts, given by ascending numbers, each once; the contexts themselves if they are all of them."""
+    return contexts if len(rows) == len(contexts) else [contexts[row] for row in rows]
+
+
+def _with_logprobs(contexts: Sequence[DecisionContext]) -> Iterator[int]:
+    """The numbers of the contexts whose requests want log-probabilities."""
+    end = 0
+    for row in rows_of_contexts(contexts):
+        first, end = end, end + len(row)
+        if row.sampling.logprobs is not None:
+            yield from range(first, end)
 
 
 def decide_where_possible(count: int, choose: Callable[[list[int]], list[int]]) -> list[int]:

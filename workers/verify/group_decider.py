@@ -15,10 +15,10 @@ from torch import distributed
 from cluster.core.tree import TokenTree
 from workers.forward.loaded_model import LoadedModel
 from workers.sampling.acceptance import Accepted
-from workers.sampling.context import DecisionContext
+from workers.sampling.context import DecisionContext, rows_of_contexts
 from workers.sampling.decide import is_shardable, merge_winners, shard_winners
 from workers.transfer import rows_of
-from workers.verify.decider import Decisions, LocalDecider, decide_where_possible, most_probable
+from workers.verify.decider import Decisions, LocalDecider, chosen_contexts, decide_where_possible, most_probable
 
 
 class GroupDecider:
@@ -39,16 +39,17 @@ class GroupDecider:
             return Decisions([], {})
         if with_distribution:
             return self._on_first_rank(logits, contexts, with_distribution=True)
-        whole = [index for index, context in enumerate(contexts) if not is_shardable(context.sampling)]
-        part = [index for index in range(len(contexts)) if index not in set(whole)]
+        rows = rows_of_contexts(contexts)
+        shardable = [is_shardable(row.sampling) for row in rows for _ in range(len(row))]
+        whole, part = ([index for index, found in enumerate(shardable) if found is kind] for kind in (False, True))
         tokens = [-1] * len(contexts)
         requested: dict[int, torch.Tensor] = {}
         if part:
-            chosen = self._by_winners(rows_of(logits, part), [contexts[index] for index in part])
+            chosen = self._by_winners(rows_of(logits, part), chosen_contexts(contexts, part))
             for index, token in zip(part, chosen, strict=True):
                 tokens[index] = token
         if whole:
-            decided = self._on_first_rank(rows_of(logits, whole), [contexts[index] for index in whole])
+            decided = self._on_first_rank(rows_of(logits, whole), chosen_contexts(contexts, whole))
             for position, index in enumerate(whole):
                 tokens[index] = decided.tokens[position]
                 if position in decided.logits:

@@ -12,7 +12,7 @@ from workers.forward.runner import ForwardRow
 from workers.kv.block_table import BlockTable
 from workers.kv.sources import StoredSource, source_salt
 from workers.sampling.bad_texts import BadTexts
-from workers.sampling.context import AllowedTokens, Branch, DecisionContext, tree_contexts
+from workers.sampling.context import AllowedTokens, Branch, DecisionContext, RowDecisions
 from workers.sampling.grammar import GrammarMatcher
 
 
@@ -64,15 +64,12 @@ class ReadyRow:
     sent: VerifyRow | None = None
     """The row as it was sent, where `row` has only a part of its tree."""
 
+    def decisions(self) -> RowDecisions:
+        """What the row's decisions are made with: at the last pending token, then at every node of the tree."""
+        start, text = self.sequence.start, Branch(self.sequence.tokens, self.row.pending)
+        return RowDecisions(start.sampling, text, start.prompt_len, self.row.tree, self.allowed)
+
     def contexts(self) -> tuple[DecisionContext, ...]:
-        """One context per decision: at the last pending token, then at every node of the tree."""
-        if not self.row.decide:
-            return ()
-        start = self.sequence.start
-        return tree_contexts(
-            start.sampling,
-            Branch(self.sequence.tokens, self.row.pending),
-            start.prompt_len,
-            self.row.tree,
-            self.allowed,
-        )
+        """One context per decision; none if the row decides nothing."""
+        row = self.decisions()
+        return tuple(row.context(decision) for decision in range(len(row))) if self.row.decide else ()

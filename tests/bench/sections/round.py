@@ -6,6 +6,9 @@ engine alone runs while the cluster is idle.
 
 With `--lengths 400,1150`, prompts of these lengths are followed to their first token instead, without drafts, one at a
 time and none twice. The engine alone computes each prompt in the parts that the cluster computes, then in one step.
+
+With `--variants host`, what the host does in a step of a target on a GPU, without the GPU and without a cluster, in
+microseconds of CPU time for each row.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import torch
 
 from tests.bench.client import ask, connected
 from tests.bench.decoding import Decoding, decoding
+from tests.bench.host_time import PARTS as HOST_PARTS
+from tests.bench.host_time import SAMPLINGS, draft, host_steps, median_steps
 from tests.bench.options import Options
 from tests.bench.processes.serve_command import ServeCommand
 from tests.bench.processes.serve_report import cpu_seconds, histograms
@@ -48,6 +53,8 @@ FIRST_TOKEN = {
     "whole": "one step of the engine alone",
 }
 """The parts of a prompt's way."""
+HOST_BATCHES, HOST_CONTEXT, HOST_STEPS = (8, 64), 1024, 22
+"""Rows of a step, tokens stored of each, and steps, of which two are not timed."""
 RECORDED_SECONDS = 0.1
 """Time in which an answer's last round gets into the histograms."""
 Shape = tuple[int, int]
@@ -59,6 +66,9 @@ Milliseconds = dict[str, list[float]]
 def run(options: Options) -> None:
     """Measure and report."""
     torch.set_num_threads(os.cpu_count() or 1)
+    if "host" in options.variants:
+        _host(options)
+        return
     if options.lengths:
         _prompts(options)
         return
@@ -139,6 +149,26 @@ def _report(spent: Mapping[Shape, Milliseconds], busy: Mapping[Shape, Millisecon
     roles = sorted({role for roles in busy.values() for role in roles})
     write("CPU time in a round, by process:")
     table(columns, [row(role, [roles_of[role] for roles_of in busy.values()]) for role in roles])
+
+
+def _host(options: Options) -> None:
+    """Measure and report what the host does in a step."""
+    heading("Round: the host's part of a step on a GPU, without the GPU")
+    context, batches = (16, (4,)) if options.quick else (HOST_CONTEXT, options.batches or HOST_BATCHES)
+    lines: list[list[str]] = []
+    with host_steps(max(batches) * (context + HOST_STEPS * (2 + DRAFTED))) as steps:
+        for batch in batches:
+            for name, sampling in SAMPLINGS.items():
+                for drafted in (0, DRAFTED):
+                    found = []
+                    for _ in range(options.repeats):
+                        steps.add(batch, context, sampling)
+                        found.append(median_steps(steps, draft(drafted), 2 if options.quick else HOST_STEPS - 2))
+                        steps.clear()
+                    parts = [spread([one[part] for one in found], 1) for part in HOST_PARTS]
+                    lines.append([f"{name}, {batch} rows of {1 + drafted}", *parts])
+    table(("µs of a row", *HOST_PARTS.values()), lines)
+    write(f"{context} tokens stored for each sequence")
 
 
 def _prompts(options: Options) -> None:

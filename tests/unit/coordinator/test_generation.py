@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.request import FinishReason
+from cluster.core.request import FinishReason, GenerationRequest
+from cluster.core.verification import StepBatch, StepResult
 from tests.support.fakes.fake_cluster import (
     all_tokens,
     configure,
@@ -154,3 +156,25 @@ async def test_the_metrics_count_what_happened_under_the_names_of_vllm() -> None
         "pilotfish:round_overhead_seconds_count",
     ):
         assert f'{name}{{engine="0"' in text, name
+
+
+async def test_the_next_step_is_sent_before_readers_get_the_tokens_of_the_former() -> None:
+    """What readers do with a step's tokens takes time while the target computes, and not before it does."""
+    happened: list[str] = []
+
+    class NotedTarget(FakeTarget):
+        async def step(self, batch: StepBatch) -> StepResult:
+            happened.append("sent")
+            return await super().step(batch)
+
+    async def take(wanted: GenerationRequest) -> None:
+        async for commit in coordinator.generate(wanted):
+            happened.extend(["read"] * len(commit.tokens))
+
+    target = NotedTarget(step_delay=0.001)
+    async with serving(target, PerfectDrafter(target), draft__method="none") as coordinator:
+        await asyncio.gather(*(take(request(f"r{index}", max_tokens=6)) for index in range(3)))
+    begun = happened.index("read")
+    assert happened[:begun] == ["sent"] * 2  # a step is under way when the first token arrives
+    rounds = "".join(one[0] for one in happened[begun:]).split("s")
+    assert rounds == ["rrr"] * 4 + ["rrrrrr"]  # each step's tokens are read during the next one; the last has none

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from cluster.core.request import SamplingParameters, ThinkingBudget
+from cluster.core.tree import TokenTree
 from workers.sampling import decision_table
-from workers.sampling.context import AllowedTokens, DecisionContext
+from workers.sampling.context import AllowedTokens, DecisionContext, RowDecisions, StepContexts, tree_contexts
 from workers.sampling.decision_table import WORD, DecisionTable, table_of
 from workers.sampling.warp import untruncated
 
@@ -98,3 +99,22 @@ def test_kernels_get_every_array_of_the_table() -> None:
     names = {ast.unparse(node.target) for node in rows.body if isinstance(node, ast.AnnAssign)}
     arrays = {field.name for field in fields(DecisionTable)} - {"rows", "mask_count"}
     assert names - {"column_tiles", "entry_tiles"} == arrays
+
+
+def test_rows_of_a_step_have_the_table_of_their_contexts() -> None:
+    """A step's contexts are made only where something changes single logits, and say the same as made one by one."""
+    draw = torch.Generator().manual_seed(4)
+    tree = TokenTree((5, 6, 7, 5, 1), (-1, -1, 0, 0, 3))
+    masks = [AllowedTokens(torch.rand(VOCABULARY, generator=draw) < 0.5) for _ in range(5)]
+    samplings = [*CASES.values(), replace(PLAIN, top_k=5, top_p=0.5), replace(PLAIN, min_p=0.1, seed=9)]
+    rows = [RowDecisions(one, TOKENS[: 2 + at], 2, tree) for at, one in enumerate(samplings)]
+    rows += [RowDecisions(PLAIN, TOKENS, 2), RowDecisions(PLAIN, TOKENS, 2, tree, (*masks, None))]
+    contexts = StepContexts(rows)
+    listed = [one for row in rows for one in tree_contexts(row.sampling, row.tokens, 2, row.tree, row.allowed)]
+    assert [contexts[index] for index in range(len(contexts))] == list(contexts)
+    assert len(contexts) == len(listed)
+    for part in ((0, VOCABULARY), (35, 35)):
+        found, expected = table_of(contexts, *part), table_of(listed, *part)
+        for field in fields(DecisionTable):
+            np.testing.assert_array_equal(getattr(found, field.name), getattr(expected, field.name), field.name)
+    assert set(found.truncated) > {found.truncated[0]}

@@ -30,7 +30,7 @@ from workers.forward.backends.base import (
     with_whole_heads,
 )
 from workers.forward.graph_sizes import WORD, GraphSize
-from workers.forward.layout import RowShape, blocks_read, slots_of
+from workers.forward.layout import RowShape, StepRows, blocks_read
 from workers.forward.projections import Projections
 from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, narrow_tile, padded_width, wide_tile
 from workers.kv.eight_bits import STORED_TYPES
@@ -130,18 +130,19 @@ class TritonBackend(AttentionBackend[TritonStep]):
         block_size = groups.layout.block_size
         read = dict.fromkeys((placement.table, placement.window) for placement in groups.placements)
         windows = dict.fromkeys(window for _, window in read)
+        rows = StepRows.of(rows)
+        columns = rows.columns
         own = [index for index, row in enumerate(rows) if self._computes(row)]
-        narrow, wide = ([index for index in own if (rows[index].width > WORD) is is_wide] for is_wide in (False, True))
+        is_wide = (columns.widths > WORD).tolist()
+        narrow, wide = ([index for index in own if is_wide[index] is kind] for kind in (False, True))
         batches = [narrow] if size is not None else self._batches(rows, narrow, windows)
         parts = [_Part(rows, batch, self._narrow_tile, size, is_wide=False) for batch in batches]
-        parts = [part for part in (*parts, _Part(rows, wide, self._wide_tile, size, is_wide=True)) if part.is_needed]
-        slots = [
-            [slot for row in rows for slot in slots_of(row.blocks[table], row.stored_len, row.end, block_size)]
-            for table in range(groups.layout.tables)
-        ]
-        tokens = len(slots[0]) if size is None else size.tokens
-        stored = np.full((len(slots), tokens), self._scratch * block_size, dtype=np.int64)
-        stored[:, : len(slots[0])] = slots
+        if wide if size is None else size.has_wide_rows:
+            parts.append(_Part(rows, wide, self._wide_tile, size, is_wide=True))
+        tokens = len(columns.stored_at) if size is None else size.tokens
+        stored = np.full((groups.layout.tables, tokens), self._scratch * block_size, dtype=np.int64)
+        for table, slots in enumerate(stored):
+            slots[: len(columns.stored_at)] = columns.flat_slots(table, block_size)
         arrays: list[StepArray] = [stored]
         for part in parts:
             arrays += [*part.arrays(), np.zeros(part.tiles * self._kv_heads, dtype=np.int32)]
@@ -255,25 +256,26 @@ class _Part:
     """The rows of a step that are computed alike, as arrays of integers: the wide ones or the others."""
 
     def __init__(
-        self, rows: Sequence[RowShape], members: Sequence[int], tile: int, size: GraphSize | None, *, is_wide: bool
+        self, rows: StepRows, members: Sequence[int], tile: int, size: GraphSize | None, *, is_wide: bool
     ) -> None:
         """`members` are the rows of this part, by index. `tile` is the number of queries of a program. With a graph's
         `size`, there is room for any of its steps.
-
-        `is_needed` says whether there are such rows, or may be some in the graph.
         """
         self.is_wide, self.tile = is_wide, tile
-        self._size, self._all = size, rows
-        firsts = np.cumsum([0, *(row.width for row in rows)])
+        self._size, self._all = size, rows.columns
         self._rows = [rows[index] for index in members]
-        self._tokens = [token for index in members for token in range(firsts[index], firsts[index + 1])]
-        self._items: list[tuple[int, int, int]] = []
-        query = 0
-        for index, row in zip(members, self._rows, strict=True):
-            begins = range(0, row.width, tile)
-            self._items += [(index, query + begin, min(tile, row.width - begin)) for begin in begins]
-            query += row.width
-        self.is_needed = bool(members) if size is None else size.has_wide_rows or not is_wide
+        self._members = np.array(members, dtype=np.int64)
+        is_member = np.zeros(len(rows), dtype=np.bool_)
+        is_member[self._members] = True
+        self._is_own = is_member[self._all.rows]  # of all tokens of the step
+        widths = self._all.widths[self._members]
+        tiles = -(-widths // tile)
+        owners = np.repeat(np.arange(len(members)), tiles)
+        begins = (np.arange(len(owners)) - (np.cumsum(tiles) - tiles)[owners]) * tile
+        firsts = (np.cumsum(widths) - widths)[owners] + begins
+        counts = np.minimum(tile, widths[owners] - begins)
+        self._items = np.stack([self._members[owners], firsts, counts], axis=1).astype(np.int32)
+        query = int(widths.sum())
         self.tiles, self.queries = len(self._items), query
         if size is not None:
             self.queries = size.tokens if is_wide else size.narrow
@@ -291,27 +293,34 @@ class _Part:
     def arrays(self) -> list[StepArray]:
         """Tiles `[tiles, 3]`; the token of each query; the position of the first tree node of each row of the step; the
         last committed position that each query sees, and its own position. A tile without queries is padding."""
-        last: list[int] = []
-        for row in self._rows:
-            last += [*range(row.stored_len, row.base_len), *[row.base_len - 1] * len(row.tree)]
-        positions = [position for row in self._rows for position in row.positions()]
-        rows = len(self._all) if self._size is None else self._size.rows
+        step, own = self._all, self._is_own
+        last = np.where(step.is_node[own], step.base_lens[step.rows[own]] - 1, step.positions[own])
+        rows = len(step.stored) if self._size is None else self._size.rows
         return [
-            _filled(np.array(self._items, dtype=np.int32).reshape(-1, 3), self.tiles),
-            _filled(np.array(self._tokens, dtype=np.int32), self.queries),
-            _filled(np.array([row.base_len for row in self._all], dtype=np.int32), rows),
-            _filled(np.array(last, dtype=np.int32), self.queries, NO_QUERY),
-            _filled(np.array(positions, dtype=np.int32), self.queries),
+            _filled(self._items, self.tiles),
+            _filled(np.flatnonzero(own).astype(np.int32), self.queries),
+            _filled(step.base_lens.astype(np.int32), rows),
+            _filled(last.astype(np.int32), self.queries, NO_QUERY),
+            _filled(step.positions[own].astype(np.int32), self.queries),
         ]
 
     def words(self, window: AttentionWindow) -> StepArray:
         """For each query the words of the tree nodes that it sees. Rows that are not wide have one at least."""
-        count = max([0 if self.is_wide else 1, *(-(-len(row.tree) // WORD) for row in self._rows)])
-        words = [word for row in self._rows for word in (*[0] * row.fresh, *_ancestors(row, window))]
-        found = np.array(
-            [[_signed(word >> (WORD * part)) for part in range(count)] for word in words], dtype=np.int64
-        ).reshape(len(words), count)
-        return _filled(found, self.queries)
+        step, own = self._all, self._is_own
+        if not len(step.trees.places):
+            return np.zeros((self.queries, 0 if self.is_wide else 1), dtype=np.int64)
+        is_own_node = own[step.is_node]  # of all nodes of the step
+        sizes = step.trees.sizes[self._members]
+        count = max(0 if self.is_wide else 1, -(-int(sizes.max(initial=0)) // WORD))
+        seen = step.ancestors[is_own_node, :count].view(np.int64)
+        if window.size is not None and int(step.trees.depths[is_own_node].max(initial=0)) > window.size:
+            nodes = [word for row in self._rows for word in _ancestors(row, window)]
+            seen = np.array(
+                [[_signed(word >> (WORD * part)) for part in range(count)] for word in nodes], dtype=np.int64
+            ).reshape(len(nodes), count)
+        found = np.zeros((self.queries, count), dtype=np.int64)
+        found[: int(own.sum())][step.is_node[own], : seen.shape[1]] = seen
+        return found
 
 
 def _splits(rows: Sequence[RowShape], window: AttentionWindow, block_size: int) -> int:
@@ -350,19 +359,23 @@ def _signed(word: int) -> int:
 
 
 def _blocks(
-    rows: Sequence[RowShape], table: int, window: AttentionWindow, block_size: int, size: GraphSize | None
+    rows: StepRows, table: int, window: AttentionWindow, block_size: int, size: GraphSize | None
 ) -> list[StepArray]:
     """The blocks that each row reads, their number, and under a window their order in the sequence."""
-    read = [blocks_read(row, window, block_size) for row in rows]
-    counts = [sinks + end - first for sinks, first, end in read]
-    most = max(counts) if size is None else size.blocks_of(window, block_size)
+    sinks, firsts, ends = rows.columns.blocks_read(window, block_size)
+    counts = sinks + ends - firsts
+    most = int(counts.max()) if size is None else size.blocks_of(window, block_size)
     blocks = np.zeros((len(rows) if size is None else size.rows, most), dtype=np.int32)
     order = blocks if window.size is None else np.zeros_like(blocks)
-    for index, (row, (sinks, first, end)) in enumerate(zip(rows, read, strict=True)):
-        held, own = row.blocks[table], slice(sinks, counts[index])
+    for index, row, kept, first, end in zip(
+        range(len(rows)), rows, *(one.tolist() for one in (sinks, firsts, ends)), strict=True
+    ):
+        held, own = row.blocks[table], slice(kept, kept + end - first)
         # A list of thousands of blocks would be copied several times as slowly as an array of C's integers.
-        blocks[index, :sinks], blocks[index, own] = array("i", held[:sinks]), array("i", held[first:end])
+        blocks[index, own] = array("i", held[first:end])
+        if kept:
+            blocks[index, :kept] = array("i", held[:kept])
         if order is not blocks:
-            order[index, :sinks], order[index, own] = np.arange(sinks), np.arange(first, end)
-    found = [blocks, _filled(np.array(counts, dtype=np.int32), len(blocks))]
+            order[index, :kept], order[index, own] = np.arange(kept), np.arange(first, end)
+    found = [blocks, _filled(counts.astype(np.int32), len(blocks))]
     return found if window.size is None else [*found, order]
