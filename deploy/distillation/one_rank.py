@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
-
-import torch
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ConfigurationError
@@ -84,16 +81,11 @@ async def one_rank(configuration: Configuration, taps: Sequence[int] = ()) -> As
     """Inside, the target runs on one rank in this process, without Ray. Model paths are local directories.
 
     With `taps`, the target sends these hidden states of every token, and keeps nothing for texts with the same prefix.
-    Its memory is free after it. Raises `ConfigurationError`, `ModelLoadError`.
+    Raises `ConfigurationError`, `ModelLoadError`.
     """
     configuration = of_ranks(configuration, taps)
-    try:
-        async with host_one_rank(configuration, PeerAccess(draw_token(), configuration.cluster.tls)) as (target, host):
-            yield TargetRanks(target, _Hosted(host))
-    finally:
-        gc.collect()  # the engine and its KV pool have references in cycles
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    async with host_one_rank(configuration, PeerAccess(draw_token(), configuration.cluster.tls)) as (target, host):
+        yield TargetRanks(target, _Hosted(host))
 
 
 def of_ranks(configuration: Configuration, taps: Sequence[int]) -> Configuration:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -11,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from cluster.core.config.sections import Configuration
@@ -115,9 +117,12 @@ class RankWriter:
         return read
 
     def release(self) -> None:
-        """Stop the ranks, if they run."""
+        """Stop the ranks, if they run. The memory of one in this process is free then."""
         self._write = None
         self._run(self._stack.aclose())
+        gc.collect()  # the engine and its KV pool have references in cycles
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return self._runner.run(work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,8 @@ from cluster.core.errors import ConfigurationError, ModelLoadError, TargetUnavai
 from deploy.distillation import dspark, eagle3
 from deploy.distillation.conversations import Tokens, Write, WritingPlan
 from deploy.distillation.execute import execute
+from deploy.distillation.rank_writer import RankWriter
+from deploy.local import local_cluster
 from tests.support.models.plain_generation import greedy_texts
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, Command
 from workers.distill.answers import Answer, AnswerFile, read_answers
@@ -28,6 +31,7 @@ from workers.distill.eagle3.states import TextStates
 from workers.distill.modules.tap_cache import ReadStates, TapCache, states_of, taps_of
 from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import load_target
+from workers.serve.configuration import load_configuration
 
 CPU = torch.device("cpu")
 TAPS = (1, 4)
@@ -106,6 +110,26 @@ def test_one_rank_of_the_engine_computes_the_states_and_no_layer_is_left_while_a
         (states,) = taps_of(target, [(*one.prompt, *one.answer)], stored.taps)
         # The states have values up to 600.
         torch.testing.assert_close(stored.of(one).float(), states.float(), rtol=2**-7, atol=1e-2)
+
+
+def test_nothing_of_the_engine_is_left_once_it_is_released(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights and its KV pool would take the memory of the training, and of the next one."""
+    build, engines = local_cluster.build_engine, []
+
+    def building(*given: Any, **named: Any) -> Any:
+        engine = build(*given, **named)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(local_cluster, "build_engine", building)
+    named = {"target.path": str(directory), "target.device": "cpu", "target.kv.pool_bytes": 1 << 22}
+    with RankWriter(load_configuration({}, named), lambda _: None, 64) as writer:
+        read = writer.reading(TAPS)
+        assert [len(one) for one in read([[3, 4, 5], [6]], TAPS, [])] == [3, 1]
+        del read
+        assert engines[0]() is not None
+        writer.release()
+        assert engines[0]() is None
 
 
 class Writer:
