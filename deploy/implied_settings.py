@@ -27,7 +27,9 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
     """
     draft = configuration.draft
     needs, place = needs_of(draft), placement_of(draft, configuration.target)
-    check_learning(draft.model_copy(update={"placement": place}))
+    check_learning(draft)
+    # A draft that learns changes the weights with which a target would fuse.
+    fusion = needs.fusion if place == "drafter" and draft.learn == "off" else ()
     most, sequences = configuration.scheduler.max_sequences, configuration.target.kv.sequences
     if sequences is not None and sequences < most:
         raise ConfigurationError(
@@ -41,7 +43,7 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
         "target.evidence.top": needs.top,
         "target.evidence.decisions": needs.decisions,
         "target.evidence.is_sent": needs.any and place == "drafter",
-        "target.evidence.fusion": (needs.fusion or None) if place == "drafter" else None,
+        "target.evidence.fusion": fusion or None,
         **_kept_sequences(configuration, place),
     }
     values = configuration.model_dump(mode="json")

@@ -340,10 +340,10 @@ class Metrics(RequestMetrics):
             self._predicted.current.inc(drafts.step_seconds + drafts.waited)
             self._measured.current.inc(seconds)
         if record.step.learning is not None:
-            self._learned(record.step.learning)
+            self.learned(record.step.learning)
 
-    def _learned(self, status: LearningStatus) -> None:
-        """Show what the draft on the target has learned."""
+    def learned(self, status: LearningStatus) -> None:
+        """Show what the draft has learned."""
         self._draft_version.labels(*self._series).set(status.version)
         self._learned_clients.labels(*self._series).set(status.clients)
         self._learned_texts.labels(*self._series).set(status.texts)

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from cluster.core.drafting import DraftRow, HiddenStates, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
-from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
+from cluster.core.verification import LearningStatus, OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
 
 
 class Drafter(Protocol):
@@ -21,6 +21,15 @@ class Drafter(Protocol):
 
     async def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         """Release the sequences; unknown ones are not an error. Raises `DrafterUnavailable`."""
+
+
+@runtime_checkable
+class LearnsElsewhere(Protocol):
+    """A `Drafter` that says what it has learned."""
+
+    @property
+    def learned(self) -> LearningStatus | None:
+        """What it had learned at its last proposal; `None` where it does not learn."""
 
 
 class Target(Protocol):

@@ -5,7 +5,7 @@ Lengths are in tokens, times in seconds. A *committed* token is one that the tar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.core import bounds
@@ -141,7 +141,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class LearningStatus:
-    """What the draft on the target has learned from the texts it drafted for, since the process's start."""
+    """What a draft has learned from the texts it drafted for, since the start of its process."""
 
     version: int = 0
     """Highest number among the learned versions that draft; 0 for none."""
@@ -161,6 +161,23 @@ class LearningStatus:
     """Tokens per step of the target on held-back texts before the last training."""
     tokens_per_step: float = 0.0
     """Tokens per step of the target on held-back texts with the weights of the last training."""
+
+    @classmethod
+    def of_all(cls, drafters: Iterable[LearningStatus]) -> LearningStatus:
+        """What several drafters have learned. At least one is needed.
+
+        Counts of texts and trainings add up; clients and tokens per step are those of the drafter with the most
+        trainings.
+        """
+        *others, best = sorted(drafters, key=lambda one: one.taken + one.dropped)
+        return replace(
+            best,
+            version=max(one.version for one in (*others, best)),
+            **{
+                name: sum(getattr(one, name) for one in (*others, best))
+                for name in ("texts", "text_bytes", "taken", "dropped", "failed")
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.errors import DrafterUnavailable, InvalidRequest, PilotfishError
 from cluster.core.ids import SequenceId
-from cluster.wire.codec.draft import decode_proposals, encode_draft_rows
+from cluster.core.verification import LearningStatus
+from cluster.wire.codec.draft import decode_learned, decode_proposals, encode_draft_rows
 from cluster.wire.connection import SHORT_CALL_SECONDS, Connection, Resolve
 from cluster.wire.lease import Lease
 from cluster.wire.peer_access import OPEN, PeerAccess
@@ -25,15 +26,22 @@ class GrpcDrafter:
     def __init__(self, resolve: Resolve, access: PeerAccess = OPEN, lease_seconds: float = LEASE_SECONDS) -> None:
         self._connection = Connection(resolve, DrafterUnavailable, access=access)
         self._lease = Lease(self._connection, lease_seconds)
+        self._learned: LearningStatus | None = None
         self._propose = StreamExchange(
             self._connection, lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Propose
         )
+
+    @property
+    def learned(self) -> LearningStatus | None:
+        """What the drafter had learned at its last answer; `None` where it does not learn."""
+        return self._learned
 
     async def propose(self, rows: Sequence[DraftRow], timeout_seconds: float) -> tuple[Proposal, ...]:
         """Ask for one proposal per row. Raises `DrafterUnavailable`, also after `timeout_seconds`."""
         answer = await self._call(self._propose.on, encode_draft_rows(rows, self._lease.client), timeout_seconds)
         try:
-            return decode_proposals(answer)
+            proposals, self._learned = decode_proposals(answer), decode_learned(answer)
+            return proposals
         except InvalidRequest as error:
             raise DrafterUnavailable(f"the drafter's answer is invalid: {error}") from error
 

@@ -58,6 +58,7 @@ def drafter(
 
 async def _serve(settings: Settings, host: str, port: int) -> None:
     # Importing torch takes seconds, so the settings are checked first.
+    from workers.serve.lease_servicer import Leases
     from workers.serve.worker_server import host_draft
 
     stopped = asyncio.Event()
@@ -69,7 +70,7 @@ async def _serve(settings: Settings, host: str, port: int) -> None:
         host,
         method,
         settings.access,
-        lease_seconds=configuration.cluster.lease_seconds,
+        leases=Leases(configuration.cluster.lease_seconds),
         hang_seconds=configuration.target.step_timeout_seconds,
         described=described(configuration.draft),
     )

@@ -33,6 +33,7 @@ from deploy.implied_settings import with_implied_settings
 from deploy.network.cluster_token import draw_token
 from workers.draft.registry import create, described
 from workers.serve.learning.learner import start_learner
+from workers.serve.lease_servicer import Leases
 from workers.serve.worker_server import WorkerHost, host_draft, host_target
 from workers.verify.build import build_engine
 
@@ -170,7 +171,7 @@ async def host_one_rank(configuration: Configuration, access: PeerAccess) -> Asy
         engine = await asyncio.to_thread(build_engine, configuration.target, method=colocated)
         lease_seconds = configuration.cluster.lease_seconds
         learning = None
-        if draft.learn == "on":
+        if draft.learn == "on" and draft.is_colocated:
             learner = await asyncio.to_thread(start_learner, configuration, colocated, lambda: engine.is_idle)
             stack.callback(learner.close)
             learning = learner.status
@@ -228,9 +229,16 @@ class LocalDrafter:
     async def _start(self) -> None:
         configuration = self._configuration
         method = await asyncio.to_thread(create, configuration.draft, configuration.target)
-        lease_seconds = configuration.cluster.lease_seconds
+        leases, learner = Leases(configuration.cluster.lease_seconds), None
+        if configuration.draft.learn == "on":
+            learner = await asyncio.to_thread(start_learner, configuration, method, lambda: leases.is_empty)
         host = host_draft(
-            LOOPBACK, method, self._access, lease_seconds=lease_seconds, described=described(configuration.draft)
+            LOOPBACK,
+            method,
+            self._access,
+            leases=leases,
+            described=described(configuration.draft),
+            learner=learner,
         )
         await host.__aenter__()
         self._host = host

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
@@ -19,9 +19,13 @@ from deploy.ray.directory import DirectoryClient, member_id
 from deploy.ray.node_models import with_local_drafts
 from workers.draft.registry import create, described
 from workers.serve.configuration import load_configuration
+from workers.serve.lease_servicer import Leases
 from workers.serve.logs import set_logging
 from workers.serve.node import compute_without_interruption, node_address, offer_to_end_first, set_threads
 from workers.serve.worker_server import WorkerHost, host_draft
+
+if TYPE_CHECKING:
+    from workers.serve.learning.learner import Learner
 
 
 class DraftReplica:
@@ -46,15 +50,16 @@ class DraftReplica:
         if self._host is None:
             offer_to_end_first()
             method = await asyncio.to_thread(self._load)
-            lease_seconds = self._configuration.cluster.lease_seconds
+            leases = Leases(self._configuration.cluster.lease_seconds)
             hang_seconds = self._configuration.target.step_timeout_seconds
             host = host_draft(
                 self._host_address,
                 method,
                 self._access,
-                lease_seconds=lease_seconds,
+                leases=leases,
                 hang_seconds=hang_seconds,
                 described=described(self._configuration.draft),
+                learner=await asyncio.to_thread(self._start_learner, method, leases),
             )
             await host.start()
             self._host = host
@@ -73,6 +78,14 @@ class DraftReplica:
         await self._directory.stop()
         if self._host is not None:
             await self._host.stop()
+
+    def _start_learner(self, method: DraftMethod, leases: Leases) -> Learner | None:
+        """The learner of the method, if it learns: while no client stores a sequence here."""
+        if self._configuration.draft.learn == "off":
+            return None
+        from workers.serve.learning.learner import start_learner
+
+        return start_learner(self._configuration, method, lambda: leases.is_empty)
 
     def _load(self) -> DraftMethod:
         if self._configuration.draft.weights is not None:

@@ -33,7 +33,13 @@ from cluster.core.verification import (
     Verdict,
     VerifyRow,
 )
-from cluster.wire.codec.draft import decode_draft_rows, decode_proposals, encode_draft_rows, encode_proposals
+from cluster.wire.codec.draft import (
+    decode_draft_rows,
+    decode_learned,
+    decode_proposals,
+    encode_draft_rows,
+    encode_proposals,
+)
 from cluster.wire.codec.opening import decode_open_result, encode_open_result, open_rows_from_bytes, open_rows_to_bytes
 from cluster.wire.codec.step import decode_step_result, encode_step_result, step_batch_from_bytes, step_batch_to_bytes
 from cluster.wire.codec.target_info import decode_target_info, encode_target_info
@@ -283,10 +289,11 @@ def test_draft_rows_survive_encoding(rows: tuple[DraftRow, ...]) -> None:
 
 
 @quick
-@given(distinct(proposals()))
-def test_proposals_survive_encoding(rows: tuple[Proposal, ...]) -> None:
-    message = encode_proposals(rows).SerializeToString()
-    assert decode_proposals(draft_pb2.DraftServiceProposeResponse.FromString(message)) == rows
+@given(distinct(proposals()), st.none() | learning)
+def test_proposals_survive_encoding(rows: tuple[Proposal, ...], learned: LearningStatus | None) -> None:
+    message = encode_proposals(rows, learning=learned).SerializeToString()
+    decoded = draft_pb2.DraftServiceProposeResponse.FromString(message)
+    assert (decode_proposals(decoded), decode_learned(decoded)) == (rows, learned)
 
 
 @quick

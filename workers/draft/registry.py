@@ -174,7 +174,7 @@ def check_standalone(draft: DraftSection) -> None:
 def placement_of(draft: DraftSection, target: TargetSection | None = None) -> Placement:
     """Where the selected methods draft, with `auto` settled.
 
-    That is on the target if one of them must, if drafts learn, or if all prefer it and there are not several drafters.
+    That is on the target if one of them must, or, unless there are several drafters, if drafts learn or all prefer it.
     What a method prefers may depend on the target, if it is given. Raises `ConfigurationError` if a method cannot draft
     at the configured place.
     """
@@ -182,8 +182,8 @@ def placement_of(draft: DraftSection, target: TargetSection | None = None) -> Pl
     if not draft.is_enabled:
         return "drafter"
     if draft.placement == "auto":
-        prefers_target = draft.learn == "on" or (
-            draft.replicas == 1 and all(plugin.places.best(target) == "target" for _, plugin in selected)
+        prefers_target = draft.replicas == 1 and (
+            draft.learn == "on" or all(plugin.places.best(target) == "target" for _, plugin in selected)
         )
         needs_target = any(plugin.places.order == ("target",) for _, plugin in selected)
         place: Placement = "target" if prefers_target or needs_target else "drafter"
@@ -214,20 +214,13 @@ def can_share_gpu(draft: DraftSection) -> bool:
 
 
 def check_learning(draft: DraftSection) -> None:
-    """Raise `ConfigurationError` if `draft.learn` is on with methods that cannot be trained while they draft.
-
-    `draft.placement` must be settled.
-    """
+    """Raise `ConfigurationError` if `draft.learn` is on with methods that cannot be trained while they draft."""
     if draft.learn == "off":
         return
     learning = ", ".join(sorted(name for name, plugin in METHODS.items() if plugin.learns))
     if len(selected := _selected(draft)) > 1 or not selected[0][1].learns:
         raise ConfigurationError(
             f"draft.learn: on is refused with {draft.name}; draft.method must be one of {learning}"
-        )
-    if not draft.is_colocated:
-        raise ConfigurationError(
-            f"draft.learn: on is refused with draft.placement: {draft.placement}; it must be target"
         )
 
 

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -23,6 +24,9 @@ from workers.draft.common.idle_work import IdleWork
 from workers.serve.compute_thread import ComputeThread, compute_rows, count_failures
 from workers.serve.lease_servicer import LeasedServicer, Leases
 
+if TYPE_CHECKING:
+    from workers.serve.learning.learner import Learner
+
 logger = logging.getLogger(__name__)
 
 
@@ -37,10 +41,18 @@ class DraftServicer(LeasedServicer[None], draft_pb2_grpc.DraftServiceServicer):
     """
 
     def __init__(
-        self, method: DraftMethod, leases: Leases | None = None, described: Sequence[DescribedMethod] = ()
+        self,
+        method: DraftMethod,
+        leases: Leases | None = None,
+        described: Sequence[DescribedMethod] = (),
+        learner: Learner | None = None,
     ) -> None:
-        """`described` are the methods that `method` consists of, for clients that ask."""
+        """`described` are the methods that `method` consists of, for clients that ask.
+
+        `learner` trains `method` and says what it has learned; it is closed with this servicer.
+        """
         self._method = method
+        self._learner = learner
         self._described = tuple(described)
         self._idle_work = method if isinstance(method, IdleWork) else None
         idle_work = None if self._idle_work is None else self._idle_work.run_ahead
@@ -67,7 +79,7 @@ class DraftServicer(LeasedServicer[None], draft_pb2_grpc.DraftServiceServicer):
             call = _Call(client, decode_draft_rows(request, client))
             with self.leases.call(client):
                 proposals = await self._propose(call)
-            yield encode_proposals(proposals, client)
+            yield encode_proposals(proposals, client, None if self._learner is None else self._learner.status())
 
     async def Release(
         self, request: draft_pb2.DraftServiceReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -80,7 +92,12 @@ class DraftServicer(LeasedServicer[None], draft_pb2_grpc.DraftServiceServicer):
         return draft_pb2.DraftServiceReleaseResponse()
 
     async def close(self) -> None:
-        """Finish the computation that is under way and end the thread. Closing again does nothing."""
+        """Finish the computation that is under way, and end the thread and the learner.
+
+        Closing again does nothing.
+        """
+        if self._learner is not None:
+            await asyncio.to_thread(self._learner.close)
         await self._compute.close()
 
     async def _propose(self, call: _Call) -> tuple[Proposal, ...]:

@@ -109,6 +109,12 @@ class Leases:
             lease = self._leases.get(client)
             return () if lease is None else tuple(lease.sequence_ids)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no client stores a sequence here."""
+        with self._lock:
+            return not any(lease.sequence_ids for lease in self._leases.values())
+
     def forget(self, client: str, sequence_ids: Iterable[SequenceId]) -> None:
         """Record that the client has released these sequences."""
         with self._lock:

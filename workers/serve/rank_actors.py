@@ -183,7 +183,7 @@ class FirstRank:
             method = create(draft, target) if draft.is_colocated else None
         engine = self._engine = build_engine(target, method=method, profile=group.profile)
         with failing_together(target.tensor_parallel):
-            if draft.learn == "on":
+            if draft.learn == "on" and draft.is_colocated:
                 from workers.serve.learning.learner import start_learner
 
                 self._learner = start_learner(configuration, method, lambda: engine.is_idle)

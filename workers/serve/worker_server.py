@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from cluster.core.config.cluster_section import LEASE_SECONDS
 from cluster.core.config.target_section import TargetSection
@@ -21,6 +21,9 @@ from pilotfish.v1 import draft_pb2_grpc, lease_pb2_grpc, target_pb2_grpc
 from workers.serve.draft_servicer import DraftServicer
 from workers.serve.lease_servicer import LeasedServicer, Leases, LeaseServicer
 from workers.serve.target_servicer import StepEngine, TargetServicer
+
+if TYPE_CHECKING:
+    from workers.serve.learning.learner import Learner
 
 logger = logging.getLogger(__name__)
 
@@ -143,14 +146,16 @@ def host_draft(
     method: DraftMethod,
     access: PeerAccess = OPEN,
     *,
-    lease_seconds: float = LEASE_SECONDS,
+    leases: Leases | None = None,
     hang_seconds: float = HANG_SECONDS,
     described: Sequence[DescribedMethod] = (),
+    learner: Learner | None = None,
 ) -> WorkerHost:
     """Host `DraftService` over a drafting method. Idle work ends when the host stops.
 
-    `described` are the methods that `method` consists of, for clients that ask.
+    `described` are the methods that `method` consists of, for clients that ask. `learner` trains `method` and ends with
+    the host.
     """
-    servicer = DraftServicer(method, Leases(lease_seconds), described)
+    servicer = DraftServicer(method, leases, described, learner)
     add_to_server = draft_pb2_grpc.add_DraftServiceServicer_to_server
     return WorkerHost(host, DRAFT_SERVICE, servicer, add_to_server, access, hang_seconds)

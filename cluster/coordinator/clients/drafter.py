@@ -14,8 +14,9 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.drafting import ANY_TOKENS, DraftBudget, DraftRow, Evidence, NextTokens, Proposal, RowFaultCode
 from cluster.core.errors import DrafterUnavailable, WorkerUnavailable
 from cluster.core.ids import SequenceId
-from cluster.core.ports import Drafter
+from cluster.core.ports import Drafter, LearnsElsewhere
 from cluster.core.sequence import DraftRequest, Sequence
+from cluster.core.verification import LearningStatus
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,11 @@ class DrafterClient:
         self._to_release: set[SequenceId] = set()
         self._calls: dict[ProposeCall, frozenset[SequenceId]] = {}
         self._prefills: set[ProposeCall] = set()
+
+    @property
+    def learned(self) -> LearningStatus | None:
+        """What the drafter had learned at its last answer; `None` where it does not learn."""
+        return self._drafter.learned if isinstance(self._drafter, LearnsElsewhere) else None
 
     @property
     def is_calling(self) -> bool:

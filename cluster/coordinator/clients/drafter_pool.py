@@ -19,7 +19,7 @@ from cluster.core.evidence_store import EvidenceStore, largest_share
 from cluster.core.ids import SequenceId
 from cluster.core.ports import Drafter
 from cluster.core.sequence import DraftRequest, Sequence
-from cluster.core.verification import StepResult
+from cluster.core.verification import LearningStatus, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +185,12 @@ class DrafterPool:
             name: DrafterStatus(client.breaker.closed, self._loads[client], client.drafted_tokens, client.call_seconds)
             for name, client in self._by_name.items()
         }
+
+    @property
+    def learned(self) -> LearningStatus | None:
+        """What the drafters had learned at their last answers; `None` where none learns."""
+        found = [learned for client in self._clients if (learned := client.learned) is not None]
+        return LearningStatus.of_all(found) if found else None
 
     @property
     def is_idle(self) -> bool:

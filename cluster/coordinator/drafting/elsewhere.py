@@ -114,8 +114,10 @@ class DraftsElsewhere:
         self._pool.prefill(unprefilled)
 
     def receive(self, rows: Sequence[VerifyRow], step: StepResult, drafts: RoundDrafts) -> DraftTime:  # noqa: ARG002
-        """Keep the evidence of a step until the drafters' next calls."""
+        """Keep the evidence of a step until the drafters' next calls, and show what they have learned."""
         self._pool.keep_evidence(step)
+        if (learned := self._pool.learned) is not None:
+            self._metrics.learned(learned)
         return DraftTime(drafts.waited, has_asked=drafts.waited > 0.0)
 
     def probe(self, requests: Mapping[SequenceId, DraftRequest]) -> bool:

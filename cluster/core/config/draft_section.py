@@ -61,7 +61,7 @@ class DraftSection(PluginHost):
     """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     placement: Literal["auto", "target", "drafter"] = "auto"
     """`target`: drafts on the target's rank 0 after each step; `drafter`: in own processes; `auto`: by method, and on
-    rank 0 what learns, and a draft model for which no GPU is left."""
+    rank 0 what learns, without several `replicas`, and a draft model for which no GPU is left."""
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 7
     """Most drafted tokens in one draft tree. With the last committed token, the default is 8 rows: the kernels for CPUs
     with AVX-512 compute them while they read the weights once."""
@@ -93,12 +93,12 @@ class DraftSection(PluginHost):
     """Most bytes of all versions in `draft.learn_directory`; unset: 16 GiB, or three versions of one client if they
     take more. A new version removes older ones first that no rollback would serve, then other clients' versions."""
     learn_text_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] | None = None
-    """Most memory for texts and their hidden states to learn from, in bytes, in the target's process; unset: room for
-    96 texts of 1,024 tokens, by the width that the draft reads, within 64 MiB and 2 GiB. A training copies a client's
-    part of it into a process of its own."""
+    """Most memory for texts and their hidden states to learn from, in bytes, in the process that drafts; unset: room
+    for 96 texts of 1,024 tokens, by the width that the draft reads, within 64 MiB and 2 GiB. A training copies a
+    client's part of it into a process of its own."""
     learn_weight_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] | None = None
-    """Most memory for learned weights in the target's process, in bytes; unset: 256 MiB, or those of one client if they
-    take more. Clients beyond it draft with the weights of the draft's files."""
+    """Most memory for learned weights in the process that drafts, in bytes; unset: 256 MiB, or those of one client if
+    they take more. Clients beyond it draft with the weights of the draft's files."""
 
     @property
     def is_enabled(self) -> bool:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from cluster.core import bounds
 from cluster.core.drafting import DescribedMethod, DraftBudget, DraftRow, NextTokens, Proposal
+from cluster.core.verification import LearningStatus
 from cluster.wire.codec.common import decode_id, decode_start, encode_start
+from cluster.wire.codec.learning import decode_learning, encode_learning
 from cluster.wire.codec.proposal import (
     decode_evidences,
     decode_listed,
@@ -80,12 +82,22 @@ def encode_description(methods: Sequence[DescribedMethod], lease_seconds: float)
     )
 
 
-def encode_proposals(proposals: Sequence[Proposal], prefix: str = "") -> pb.DraftServiceProposeResponse:
-    """Encode proposals, without the client's prefix before the sequence ids."""
-    return pb.DraftServiceProposeResponse(proposals=[encode_proposal(proposal, prefix) for proposal in proposals])
+def encode_proposals(
+    proposals: Sequence[Proposal], prefix: str = "", learning: LearningStatus | None = None
+) -> pb.DraftServiceProposeResponse:
+    """Encode proposals, without the client's prefix before the sequence ids, and what the drafter has learned."""
+    return pb.DraftServiceProposeResponse(
+        proposals=[encode_proposal(proposal, prefix) for proposal in proposals],
+        learning=None if learning is None else encode_learning(learning),
+    )
 
 
 def decode_proposals(message: pb.DraftServiceProposeResponse) -> tuple[Proposal, ...]:
     """Decode proposals. Raises `InvalidRequest`."""
     bounds.count("proposals", message.proposals, 0, bounds.MAX_ROWS)
     return tuple(decode_proposal(entry, f"proposals[{index}]") for index, entry in enumerate(message.proposals))
+
+
+def decode_learned(message: pb.DraftServiceProposeResponse) -> LearningStatus | None:
+    """What the drafter has learned; `None` where it does not learn. Raises `InvalidRequest`."""
+    return decode_learning(message.learning) if message.HasField("learning") else None

@@ -7,7 +7,6 @@ which cost a fraction of a message per row. Only what few rows have is a message
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -17,7 +16,7 @@ from cluster.core.drafting import NO_DRAFT, DraftBudget
 from cluster.core.errors import InvalidRequest
 from cluster.core.request import TokenLogprobs
 from cluster.core.tree import EMPTY_TREE, TokenTree
-from cluster.core.verification import LearningStatus, StepBatch, StepResult, Verdict, VerifyRow
+from cluster.core.verification import StepBatch, StepResult, Verdict, VerifyRow
 from cluster.wire.codec.common import (
     decode_fault,
     decode_logprobs,
@@ -28,6 +27,7 @@ from cluster.wire.codec.common import (
     encode_start,
     to_tree,
 )
+from cluster.wire.codec.learning import decode_learning, encode_learning
 from cluster.wire.codec.proposal import (
     decode_distributions,
     decode_evidence,
@@ -174,7 +174,7 @@ def encode_step_result(result: StepResult, prefix: str = "") -> pb.TargetService
         details=[
             _encode_details(index, verdict, prefix) for index, verdict in enumerate(verdicts) if _has_details(verdict)
         ],
-        learning=None if result.learning is None else pb.LearningStatus(**asdict(result.learning)),
+        learning=None if result.learning is None else encode_learning(result.learning),
     )
 
 
@@ -218,27 +218,7 @@ def decode_step_result(message: pb.TargetServiceStepResponse) -> StepResult:
         kv=decode_occupancy(message.kv),
         step_seconds=bounds.number("step_seconds", message.step_seconds, 0.0, bounds.MAX_STEP_SECONDS),
         draft_seconds=bounds.number("draft_seconds", message.draft_seconds, 0.0, bounds.MAX_STEP_SECONDS),
-        learning=_decode_learning(message.learning) if message.HasField("learning") else None,
-    )
-
-
-def _decode_learning(message: pb.LearningStatus) -> LearningStatus:
-    def count(name: str, most: int = bounds.MAX_TOKEN_ID) -> int:
-        return bounds.integer(f"learning.{name}", getattr(message, name), 0, most)
-
-    def tokens(name: str) -> float:
-        return bounds.number(f"learning.{name}", getattr(message, name), 0.0, bounds.MAX_TREE_NODES + 1)
-
-    return LearningStatus(
-        version=count("version"),
-        clients=count("clients"),
-        texts=count("texts", bounds.MAX_EXACT_INTEGER),
-        text_bytes=count("text_bytes", bounds.MAX_EXACT_INTEGER),
-        taken=count("taken"),
-        dropped=count("dropped"),
-        failed=count("failed"),
-        tokens_per_step_before=tokens("tokens_per_step_before"),
-        tokens_per_step=tokens("tokens_per_step"),
+        learning=decode_learning(message.learning) if message.HasField("learning") else None,
     )
 
 

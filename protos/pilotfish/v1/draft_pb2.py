@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pilotfish.v1 import common_pb2 as pilotfish_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pilotfish/v1/draft.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"\x1d\n\x1b\x44raftServiceDescribeRequest\"l\n\x1c\x44raftServiceDescribeResponse\x12\x35\n\x07methods\x18\x01 \x03(\x0b\x32$.pilotfish.v1.DraftMethodDescription\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\"T\n\x16\x44raftMethodDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04taps\x18\x02 \x01(\r\x12\x0b\n\x03top\x18\x03 \x01(\r\x12\x11\n\tdecisions\x18\x04 \x01(\x08\"R\n\x1a\x44raftServiceProposeRequest\x12$\n\x04rows\x18\x01 \x03(\x0b\x32\x16.pilotfish.v1.DraftRow\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x87\x02\n\x08\x44raftRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x12\n\nnew_tokens\x18\x03 \x03(\r\x12\x11\n\tmax_nodes\x18\x04 \x01(\r\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12*\n\x05start\x18\x06 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12(\n\x08\x65vidence\x18\x07 \x03(\x0b\x32\x16.pilotfish.v1.Evidence\x12\x15\n\rforced_tokens\x18\x08 \x03(\r\x12-\n\tfollowing\x18\t \x01(\x0b\x32\x1a.pilotfish.v1.ListedTokens\"H\n\x1b\x44raftServiceProposeResponse\x12)\n\tproposals\x18\x01 \x03(\x0b\x32\x16.pilotfish.v1.Proposal\"B\n\x1a\x44raftServiceReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x1d\n\x1b\x44raftServiceReleaseResponse2\xb5\x02\n\x0c\x44raftService\x12\x61\n\x08\x44\x65scribe\x12).pilotfish.v1.DraftServiceDescribeRequest\x1a*.pilotfish.v1.DraftServiceDescribeResponse\x12\x62\n\x07Propose\x12(.pilotfish.v1.DraftServiceProposeRequest\x1a).pilotfish.v1.DraftServiceProposeResponse(\x01\x30\x01\x12^\n\x07Release\x12(.pilotfish.v1.DraftServiceReleaseRequest\x1a).pilotfish.v1.DraftServiceReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pilotfish/v1/draft.proto\x12\x0cpilotfish.v1\x1a\x19pilotfish/v1/common.proto\"\x1d\n\x1b\x44raftServiceDescribeRequest\"l\n\x1c\x44raftServiceDescribeResponse\x12\x35\n\x07methods\x18\x01 \x03(\x0b\x32$.pilotfish.v1.DraftMethodDescription\x12\x15\n\rlease_seconds\x18\x02 \x01(\x01\"T\n\x16\x44raftMethodDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04taps\x18\x02 \x01(\r\x12\x0b\n\x03top\x18\x03 \x01(\r\x12\x11\n\tdecisions\x18\x04 \x01(\x08\"R\n\x1a\x44raftServiceProposeRequest\x12$\n\x04rows\x18\x01 \x03(\x0b\x32\x16.pilotfish.v1.DraftRow\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x87\x02\n\x08\x44raftRow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x12\n\nnew_tokens\x18\x03 \x03(\r\x12\x11\n\tmax_nodes\x18\x04 \x01(\r\x12\x11\n\tmax_depth\x18\x05 \x01(\r\x12*\n\x05start\x18\x06 \x01(\x0b\x32\x1b.pilotfish.v1.SequenceStart\x12(\n\x08\x65vidence\x18\x07 \x03(\x0b\x32\x16.pilotfish.v1.Evidence\x12\x15\n\rforced_tokens\x18\x08 \x03(\r\x12-\n\tfollowing\x18\t \x01(\x0b\x32\x1a.pilotfish.v1.ListedTokens\"x\n\x1b\x44raftServiceProposeResponse\x12)\n\tproposals\x18\x01 \x03(\x0b\x32\x16.pilotfish.v1.Proposal\x12.\n\x08learning\x18\x02 \x01(\x0b\x32\x1c.pilotfish.v1.LearningStatus\"B\n\x1a\x44raftServiceReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x1d\n\x1b\x44raftServiceReleaseResponse2\xb5\x02\n\x0c\x44raftService\x12\x61\n\x08\x44\x65scribe\x12).pilotfish.v1.DraftServiceDescribeRequest\x1a*.pilotfish.v1.DraftServiceDescribeResponse\x12\x62\n\x07Propose\x12(.pilotfish.v1.DraftServiceProposeRequest\x1a).pilotfish.v1.DraftServiceProposeResponse(\x01\x30\x01\x12^\n\x07Release\x12(.pilotfish.v1.DraftServiceReleaseRequest\x1a).pilotfish.v1.DraftServiceReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,11 +43,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTROW']._serialized_start=381
   _globals['_DRAFTROW']._serialized_end=644
   _globals['_DRAFTSERVICEPROPOSERESPONSE']._serialized_start=646
-  _globals['_DRAFTSERVICEPROPOSERESPONSE']._serialized_end=718
-  _globals['_DRAFTSERVICERELEASEREQUEST']._serialized_start=720
-  _globals['_DRAFTSERVICERELEASEREQUEST']._serialized_end=786
-  _globals['_DRAFTSERVICERELEASERESPONSE']._serialized_start=788
-  _globals['_DRAFTSERVICERELEASERESPONSE']._serialized_end=817
-  _globals['_DRAFTSERVICE']._serialized_start=820
-  _globals['_DRAFTSERVICE']._serialized_end=1129
+  _globals['_DRAFTSERVICEPROPOSERESPONSE']._serialized_end=766
+  _globals['_DRAFTSERVICERELEASEREQUEST']._serialized_start=768
+  _globals['_DRAFTSERVICERELEASEREQUEST']._serialized_end=834
+  _globals['_DRAFTSERVICERELEASERESPONSE']._serialized_start=836
+  _globals['_DRAFTSERVICERELEASERESPONSE']._serialized_end=865
+  _globals['_DRAFTSERVICE']._serialized_start=868
+  _globals['_DRAFTSERVICE']._serialized_end=1177
 # @@protoc_insertion_point(module_scope)

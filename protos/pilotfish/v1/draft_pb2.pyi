@@ -197,18 +197,24 @@ class DraftServiceProposeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROPOSALS_FIELD_NUMBER: _builtins.int
+    LEARNING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Proposal]:
         """One per row, in the order of the rows."""
+
+    @_builtins.property
+    def learning(self) -> _common_pb2.LearningStatus:
+        """What the worker's draft has learned; unset if it does not learn."""
 
     def __init__(
         self,
         *,
         proposals: _abc.Iterable[_common_pb2.Proposal] | None = ...,
+        learning: _common_pb2.LearningStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["learning", b"learning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["proposals", b"proposals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learning", b"learning", "proposals", b"proposals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

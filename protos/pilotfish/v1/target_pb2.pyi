@@ -299,7 +299,7 @@ class TargetServiceStepResponse(_message.Message):
         """What few rows have, by ascending row."""
 
     @_builtins.property
-    def learning(self) -> Global___LearningStatus:
+    def learning(self) -> _common_pb2.LearningStatus:
         """What the draft on the target has learned. Unset where it does not learn."""
 
     def __init__(
@@ -314,7 +314,7 @@ class TargetServiceStepResponse(_message.Message):
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         drafted: _abc.Iterable[_builtins.int] | None = ...,
         details: _abc.Iterable[Global___VerdictDetails] | None = ...,
-        learning: Global___LearningStatus | None = ...,
+        learning: _common_pb2.LearningStatus | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "learning", b"learning"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -323,60 +323,6 @@ class TargetServiceStepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TargetServiceStepResponse: _TypeAlias = TargetServiceStepResponse  # noqa: Y015
-
-@_typing.final
-class LearningStatus(_message.Message):
-    """What a draft has learned from the texts it drafted for, since the start of its process."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VERSION_FIELD_NUMBER: _builtins.int
-    CLIENTS_FIELD_NUMBER: _builtins.int
-    TEXTS_FIELD_NUMBER: _builtins.int
-    TEXT_BYTES_FIELD_NUMBER: _builtins.int
-    TAKEN_FIELD_NUMBER: _builtins.int
-    DROPPED_FIELD_NUMBER: _builtins.int
-    FAILED_FIELD_NUMBER: _builtins.int
-    TOKENS_PER_STEP_BEFORE_FIELD_NUMBER: _builtins.int
-    TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
-    version: _builtins.int
-    """Highest number among the learned versions that draft; 0 for none. Bound: 2^31 - 1."""
-    clients: _builtins.int
-    """Number of clients that have learned weights. Bound: 2^31 - 1."""
-    texts: _builtins.int
-    """Number of texts that were collected to learn from. Bound: 2^53."""
-    text_bytes: _builtins.int
-    """Bytes that collected texts take. Bound: 2^53."""
-    taken: _builtins.int
-    """Trainings whose weights draft since then. Bound: 2^31 - 1."""
-    dropped: _builtins.int
-    """Trainings whose weights were no better. Bound: 2^31 - 1."""
-    failed: _builtins.int
-    """Trainings that did not end. Bound: 2^31 - 1."""
-    tokens_per_step_before: _builtins.float
-    """Tokens per step of the target on held-back texts before the last training. Bound: 0 to 257."""
-    tokens_per_step: _builtins.float
-    """The same with the weights of the last training. Bound: 0 to 257."""
-    def __init__(
-        self,
-        *,
-        version: _builtins.int = ...,
-        clients: _builtins.int = ...,
-        texts: _builtins.int = ...,
-        text_bytes: _builtins.int = ...,
-        taken: _builtins.int = ...,
-        dropped: _builtins.int = ...,
-        failed: _builtins.int = ...,
-        tokens_per_step_before: _builtins.float = ...,
-        tokens_per_step: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "dropped", b"dropped", "failed", b"failed", "taken", b"taken", "text_bytes", b"text_bytes", "texts", b"texts", "tokens_per_step", b"tokens_per_step", "tokens_per_step_before", b"tokens_per_step_before", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LearningStatus: _TypeAlias = LearningStatus  # noqa: Y015
 
 @_typing.final
 class VerdictDetails(_message.Message):

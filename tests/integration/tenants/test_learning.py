@@ -63,7 +63,7 @@ def learning(directories: Directories, method: str = "heads", **settings: Any) -
     else:  # a model that knows nothing of the target
         draft = tiny.save(directories.others / "model", tiny.llama(vocab_size=VOCABULARY), seed=9, sharpness=1.0)
         changes |= {"draft.model.path": str(draft), "draft.model.width": 1, "draft.model.lookup": "off"}
-        changes["draft.model.compile_directory"] = str(KEPT)
+        changes |= {"draft.model.compile_directory": str(KEPT), "draft.model.mode": "serial"}
     return load_configuration(values, changes | {f"draft.{name}": value for name, value in settings.items()})
 
 
@@ -131,11 +131,12 @@ async def texts(clients: TwoKeys, key: str) -> list[str]:
     return [answer["choices"][0]["text"] for answer in found]
 
 
+@pytest.mark.parametrize("placement", ["target", "drafter"])
 @pytest.mark.parametrize("method", ["heads", "model"])
 async def test_what_one_client_teaches_is_drafted_for_it_alone_and_a_rollback_ends_it(
-    directories: Directories, tmp_path: Path, method: str
+    directories: Directories, tmp_path: Path, method: str, placement: str
 ) -> None:
-    settings = learning(directories, method, learn_directory=str(tmp_path / "learned"))
+    settings = learning(directories, method, learn_directory=str(tmp_path / "learned"), placement=placement)
     async with two_keys(settings) as clients:
         before, expected = await drafted(clients, BOB), await texts(clients, ALICE)
         assert await drafted(clients, ALICE) == before
@@ -155,9 +156,10 @@ async def test_what_one_client_teaches_is_drafted_for_it_alone_and_a_rollback_en
         assert await texts(clients, ALICE) == expected
 
 
-async def test_nothing_is_collected_without_consent(directories: Directories) -> None:
+@pytest.mark.parametrize("placement", ["target", "drafter"])
+async def test_nothing_is_collected_without_consent(directories: Directories, placement: str) -> None:
     gc.collect()  # what earlier tests left
-    async with two_keys(learning(directories)) as clients:
+    async with two_keys(learning(directories, placement=placement)) as clients:
         await teach(clients, BOB)
         await teach(clients, ALICE, store=False)
         await settled()

@@ -215,7 +215,11 @@ SCRATCH = "memory for one pass of the model, which the next one overwrites befor
 RATES = "how often drafts are right, over all clients: it changes how many tokens are drafted, not which"
 LOAD = "times and amounts of work, over all clients"
 OWN = "a function of its key alone: it holds nothing of the request that asked first"
+LEASE = "ids of sequences while a worker stores them: a lease that ends on a busy machine begins again"
 UNREAD: dict[str, str] = {
+    "GrpcDrafter._learned": LOAD,
+    "Leases._leases": LEASE,
+    "_Lease.sequence_ids": LEASE,
     "ReleaseQueue._task": LAST,
     "TargetBudgets.chosen": LAST,
     "TargetBudgets.requested": LAST,
@@ -355,10 +359,14 @@ async def test_everything_that_outlives_a_request_is_named_here(
     assert not unnamed(found), f"{method}: name them, with a trial of two keys or a reason: {unnamed(found)}"
 
 
+@pytest.mark.parametrize("placement", ["target", "drafter"])
 @pytest.mark.parametrize("method", ["heads", "eagle", "block", "model"])
-async def test_everything_that_a_draft_that_learns_keeps_is_named_here(directories: Directories, method: str) -> None:
+async def test_everything_that_a_draft_that_learns_keeps_is_named_here(
+    directories: Directories, method: str, placement: str
+) -> None:
     values = configuration(directories, method).model_dump(mode="json")
-    async with two_keys(load_configuration(values, {"draft.learn": "on"})) as clients:
+    changes = {"draft.learn": "on", "draft.placement": placement}
+    async with two_keys(load_configuration(values, changes)) as clients:
         await use(clients, 0, constrains=True)
         await settled()
         found = await changed_by(partial(use, clients, constrains=True))

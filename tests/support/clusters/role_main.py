@@ -40,6 +40,7 @@ from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
 from tests.support.clusters.coordinators import coordinator
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
+from workers.serve.lease_servicer import Leases
 from workers.serve.worker_server import WorkerHost, host_draft, host_target
 from workers.verify.build import build_engine
 from workers.verify.group import DriverRank, join_group, leave_group, run_worker_rank
@@ -178,7 +179,7 @@ async def _start_rank(role: RoleSpec, configuration: Configuration, stack: Async
 
 async def _start_draft(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
     method = await asyncio.to_thread(create, configuration.draft, configuration.target)
-    host: WorkerHost = await stack.enter_async_context(host_draft(LOOPBACK, method, lease_seconds=LEASE_SECONDS))
+    host: WorkerHost = await stack.enter_async_context(host_draft(LOOPBACK, method, leases=Leases(LEASE_SECONDS)))
     sessions: Any = getattr(method, "_sessions", ())
     return RunningRole(host.address, host.check_health, lambda: {"sequences": len(sessions)})
 

@@ -146,7 +146,6 @@ def test_a_malformed_selection_is_refused_with_its_key() -> None:
         ),
         ({"methods": ["heads", "suffix"]}, "draft.learn: on is refused with heads\\+suffix"),
         ({"method": "none"}, "draft.learn: on is refused with none"),
-        ({"method": "heads", "placement": "drafter"}, "draft.placement: drafter; it must be target"),
     ],
 )
 def test_only_a_method_that_can_be_trained_where_it_drafts_learns(
@@ -168,8 +167,16 @@ def test_a_draft_model_that_learns_drafts_on_the_target_unless_there_are_several
     for learn in ("off", "on"):
         places[learn] = with_implied_settings(load_configuration(values, {"draft.learn": learn})).draft.placement
     assert places == {"off": "drafter", "on": "target"}
-    with pytest.raises(ConfigurationError, match="replicas: 2 is refused; on the target there is one drafter"):
-        with_implied_settings(load_configuration(values, {"draft.learn": "on", "draft.replicas": 2}))
+    several = with_implied_settings(load_configuration(values, {"draft.learn": "on", "draft.replicas": 2}))
+    assert several.draft.placement == "drafter"
+
+
+def test_a_target_fuses_no_hidden_states_for_a_drafter_that_learns(tmp_path: Path) -> None:
+    """What fuses them is learned."""
+    for learn, has_fusion in (("off", True), ("on", False)):
+        settings = {"draft.placement": "drafter", "draft.learn": learn}
+        evidence = with_implied_settings(of_eagle(tmp_path, settings)).target.evidence
+        assert (evidence.fusion is not None, evidence.is_sent, len(evidence.taps)) == (has_fusion, True, 2)
 
 
 def of_eagle(directory: Path, settings: dict[str, object]) -> Configuration:

@@ -18,6 +18,7 @@ from tests.support.models import tiny
 from tests.support.models.draft_model import ReferenceModel
 from workers.draft.registry import create
 from workers.serve.configuration import load_configuration
+from workers.serve.lease_servicer import Leases
 from workers.serve.worker_server import WorkerHost, host_draft
 
 MODEL = DescribedMethod("model", EvidenceNeeds())
@@ -58,7 +59,7 @@ class Served:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._host: WorkerHost = host_draft(
-            "127.0.0.1", method, access, lease_seconds=lease_seconds, described=[described]
+            "127.0.0.1", method, access, leases=Leases(lease_seconds), described=[described]
         )
         self._port = port
         self.address = ""

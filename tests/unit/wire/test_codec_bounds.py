@@ -47,7 +47,7 @@ def explained(**details: Any) -> target_pb2.TargetServiceStepResponse:
 
 
 def learned(**fields: Any) -> target_pb2.TargetServiceStepResponse:
-    return target_pb2.TargetServiceStepResponse(learning=target_pb2.LearningStatus(**fields))
+    return target_pb2.TargetServiceStepResponse(learning=common_pb2.LearningStatus(**fields))
 
 
 def drawn_from(tokens: list[int], probabilities: list[float]) -> common_pb2.DraftDistribution:

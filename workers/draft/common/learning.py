@@ -89,6 +89,7 @@ class Reservoir:
         self._seen = 0
         self._stored = 0
         self._collecting = 0
+        self._is_closed = False
 
     @property
     def seen(self) -> int:
@@ -120,11 +121,13 @@ class Reservoir:
 
     def add(self, text: CollectedText) -> None:
         """Keep a text if its request allows it and if it fits."""
-        if not text.start.allows_learning or text.size > self._most_bytes:
+        if not text.start.allows_learning:
             return
         salt = text.start.cache_salt
         key = salt_key(salt)
         with self._lock:
+            if self._is_closed or text.size > self._most_bytes:
+                return
             texts = self._texts.pop(key, None) or _Texts(client_of(salt))
             self._texts[key] = texts  # the last one of these is the latest
             self._stored += texts.add(text, _share(key, texts.seen))
@@ -135,6 +138,12 @@ class Reservoir:
                 oldest = self._oldest()
                 self._texts = {one: kept for one, kept in self._texts.items() if kept is not oldest}
                 self._stored -= oldest.size
+
+    def close(self) -> None:
+        """Drop all finished texts, and keep none from now on."""
+        with self._lock:
+            self._is_closed, self._stored = True, 0
+            self._texts.clear()
 
     def salts(self) -> tuple[TextsOfSalt, ...]:
         """The texts of all salts."""

@@ -199,10 +199,11 @@ class Learner:
         self._thread.start()
 
     def close(self) -> None:
-        """End a training under way, and the thread."""
+        """End a training under way, and the thread. Texts are dropped."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._reservoir.close()
 
     def learn_once(self) -> bool:
         """Train for a salt with enough new texts, if there is one. Returns whether weights were replaced."""

@@ -33,6 +33,15 @@ def test_texts_take_no_more_memory_than_allowed_and_a_client_drops_its_own() -> 
     assert reservoir.seen == 201
 
 
+def test_a_closed_reservoir_has_no_texts_and_takes_none() -> None:
+    reservoir = Reservoir(1 << 20)
+    reservoir.add(collected("a/"))
+    assert reservoir.stored_bytes > 0
+    reservoir.close()
+    reservoir.add(collected("a/"))
+    assert (reservoir.salts(), reservoir.stored_bytes, reservoir.seen) == ((), 0, 1)
+
+
 def test_a_text_stays_in_its_part_so_that_no_later_training_learns_from_it() -> None:
     """Weights that have learned from a text would seem better on it than any that follow, and learning would end."""
     reservoir = Reservoir(1 << 20)
