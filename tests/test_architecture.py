@@ -21,6 +21,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 6
 MORE_PARAMETERS = {
+    "workers/serve/worker_server.py:host_draft": "it assembles a worker, once, from its parts",
     "workers/forward/attention.py:paged_attention_forward": "transformers calls every attention function with these",
     "cluster/generation/service.py:__init__": "it assembles the service, once, from its parts",
     "cluster/generation/text/tokenizer.py:__init__": "it assembles a tokenizer from what a model directory says",
