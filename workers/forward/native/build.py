@@ -53,6 +53,7 @@ _SOURCES = (
     "groups.c",
     "split_groups.c",
     "group_tiles.c",
+    "small_group_tiles.c",
     "split.c",
     "tiles.c",
     "experts.c",

@@ -69,7 +69,7 @@ static inline void multiply_emulated(Emulated *tiles, int to, int rows, int weig
         float *sums = (float *)tiles->data[to][r];
         for (int output = 0; output < HALF; output++) {
             float even = 0.0f, odd = 0.0f;
-            for (int pair = 0; pair < INPUTS / 2; pair++) {
+            for (int pair = 0; pair < tiles->bytes[rows] / 4; pair++) {
                 const uint16_t *weight = (const uint16_t *)tiles->data[weights][pair] + 2 * output;
                 even = fmaf(widen_bfloat16(x[2 * pair]), widen_bfloat16(weight[0]), even);
                 odd = fmaf(widen_bfloat16(x[2 * pair + 1]), widen_bfloat16(weight[1]), odd);

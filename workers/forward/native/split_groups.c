@@ -12,15 +12,15 @@
 #include <stddef.h>
 
 #include "finish.h"
+#include "registers.h"
 #include "split_groups.h"
-#include "tiles.h"
 
 #define LARGEST 32512.0f   /* of the integers: 127 coarse steps */
 #define TILE_ROW 64        /* inputs that a row of a tile register holds */
 #define MOST_GROUP 128     /* inputs of a group: 32 bits hold its sums */
 #define CHUNK (256 * 1024) /* bytes of split rows of a chunk */
 #define LEAST_ROWS 16      /* rows of a chunk at least: those of a tile register, twice */
-#define MOST_ROWS 256
+#define MOST_ROWS 128
 #define ON_TILES 28        /* rows from which on tile registers are faster than vectors; they are for LEAST_ROWS, too */
 #define AHEAD 4096         /* bytes of weights to prefetch */
 
@@ -79,6 +79,39 @@ static int32_t round_integers(const float *x, int64_t count, float factor, int8_
 #define round_integers(X, COUNT, FACTOR, TO) 0
 #endif
 
+/* Split `count` inputs into coarse and fine bfloat16 numbers in the order of `round_integers`. Returns their sum. */
+static int32_t split_floats(const float *x, int64_t count, float factor, uint16_t *coarse, uint16_t *fine)
+{
+    int32_t sum = 0;
+#if HAS_VNNI
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, 2, 3, 10, 11, 6, 7, 14, 15));
+    const __m512i half = _mm512_set1_epi32(1 << (COARSE_BITS - 1)), mask = _mm512_set1_epi32(-(1 << COARSE_BITS));
+    __m512i lanes = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += LANES) { /* WORD or 2 * WORD at a time */
+        const __mmask16 some = count - i < LANES ? (__mmask16)((1 << (count - i)) - 1) : 0xffff;
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(some, x + i), _mm512_set1_ps(factor)));
+        const __m512i high = _mm512_and_si512(_mm512_add_epi32(whole, half), mask), low = _mm512_sub_epi32(whole, high);
+        const __m512i to_high = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(high)), 16);
+        const __m512i to_low = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(low)), 16);
+        const __m256i first = _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(to_high), order);
+        const __m256i second = _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(to_low), order);
+        _mm256_mask_storeu_epi16(coarse + i, some, first);
+        _mm256_mask_storeu_epi16(fine + i, some, second);
+        lanes = _mm512_add_epi32(lanes, whole);
+    }
+    sum = _mm512_reduce_add_epi32(lanes);
+#else
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t whole = (int32_t)rintf(x[i] * factor);
+        const int32_t high = (whole + (1 << (COARSE_BITS - 1))) >> COARSE_BITS << COARSE_BITS;
+        const int64_t j = i % WORD, to = i - j + 2 * (j % 2 * 2 + j % 4 / 2) + j / 4;
+        coarse[to] = narrow_bfloat16((float)high), fine[to] = narrow_bfloat16((float)(whole - high));
+        sum += whole;
+    }
+#endif
+    return sum;
+}
+
 /* The largest absolute value, or a number that is not finite. */
 static float largest_of(const float *x, int64_t count)
 {
@@ -94,15 +127,21 @@ static float largest_of(const float *x, int64_t count)
     return most;
 }
 
-/* Make integers of the rows: for tile registers, or for vectors. */
-static void split_rows(const Matrix *matrix, const float *x, const SplitGroups *to, int on_tiles)
+INLINE int64_t number_size(const Path path)
 {
-    const int64_t group = matrix->group, groups = groups_of(matrix);
-    for (int64_t r = 0; r < to->rows; r++, x += matrix->inputs)
+    return path == BFLOAT16_NUMBERS ? 2 * sizeof(uint16_t) : sizeof(uint16_t);
+}
+
+/* Make integers of the rows. */
+static void split_rows(const Matrix *matrix, const float *x, int64_t rows, const SplitGroups *to, const Path path)
+{
+    const int64_t group = matrix->group, groups = groups_of(matrix), bytes = number_size(path) * group;
+    for (int64_t r = 0; r < rows; r++, x += matrix->inputs)
         for (int64_t g = 0; g < groups; g++) {
             const int64_t at = r * groups + g, first = g * group;
             const int64_t some = matrix->inputs - first < group ? matrix->inputs - first : group;
-            int8_t *numbers = to->numbers + 2 * group * (g * to->rows + r);
+            int8_t *numbers = to->numbers + bytes * (g * to->rows + (path == BFLOAT16_NUMBERS ? r / TILE_ROWS * TILE_ROWS : r));
+            uint16_t *coarse = (uint16_t *)numbers + r % TILE_ROWS * group, *fine = coarse + TILE_ROWS * group;
             const float *own = x + first;
             float values[MOST_GROUP];
             if (matrix->order || some < group) {
@@ -113,15 +152,20 @@ static void split_rows(const Matrix *matrix, const float *x, const SplitGroups *
             const float most = largest_of(own, group), step = most / LARGEST, factor = step > 0.0f ? 1.0f / step : 0.0f;
             int32_t sum = 0;
             if (most < INFINITY && factor < INFINITY) {
-                if (on_tiles) sum = split_integers(own, group, factor, numbers, numbers + group);
+                if (path == INT8_NUMBERS) sum = split_integers(own, group, factor, numbers, numbers + group);
+                else if (path == BFLOAT16_NUMBERS)
+                    sum = split_floats(own, group, factor, coarse, fine);
                 else sum = round_integers(own, group, factor, numbers);
                 to->steps[at] = step;
             } else { /* zeros instead of numbers near the smallest one; infinity or NaN has no integers: all sums are NaN */
-                memset(numbers, 0, 2 * (size_t)group);
+                if (path != BFLOAT16_NUMBERS) memset(numbers, 0, (size_t)bytes);
+                else memset(coarse, 0, (size_t)bytes / 2), memset(fine, 0, (size_t)bytes / 2);
                 to->steps[at] = most < INFINITY ? 0.0f : NAN;
             }
             to->sums[at] = (float)sum * to->steps[at];
         }
+    memset(to->steps + rows * groups, 0, (size_t)((to->rows - rows) * groups) * sizeof *to->steps); /* rows that are idle */
+    memset(to->sums + rows * groups, 0, (size_t)((to->rows - rows) * groups) * sizeof *to->sums);
 }
 
 /* --- vectors ---------------------------------------------------------------------------------- */
@@ -233,29 +277,42 @@ static void multiply_on_vectors(const Matrix *matrix, const SplitGroups *input, 
 
 /* --- a thread's share --------------------------------------------------------------------------- */
 
-static int is_on_tiles(int64_t rows)
+/* Rows in whole parts of those that BFLOAT16_NUMBERS are multiplied for. */
+static int64_t whole_parts(int64_t rows)
 {
-    return !HAS_VNNI || (pilotfish_has_tiles() && (rows >= ON_TILES || rows == LEAST_ROWS));
+    return (rows + TILE_GROUP - 1) / TILE_GROUP * TILE_GROUP;
+}
+
+static Path path_of(const Matrix *matrix, int64_t rows)
+{
+    const int is_small = matrix->kind == GROUPS4_TILES && matrix->group <= SMALL_GROUP;
+    if (pilotfish_has_tiles() && is_small && 10 * rows >= 7 * whole_parts(rows)) return BFLOAT16_NUMBERS; /* of 10 rows 3 may be idle */
+    if (HAS_VNNI && !(pilotfish_has_tiles() && (rows >= ON_TILES || rows == LEAST_ROWS))) return VECTORS;
+    return INT8_NUMBERS;
 }
 
 /* Each thread splits the rows of a chunk for itself. */
 void pilotfish_multiply_split_groups(const Matrix *matrix, const float *input, const Output *output, int64_t rows, int64_t team)
 {
     const int64_t groups = groups_of(matrix), width = groups * matrix->group, fitting = CHUNK / (2 * width);
-    const int64_t bounded = fitting < MOST_ROWS ? fitting : MOST_ROWS, most = bounded > LEAST_ROWS ? bounded : LEAST_ROWS;
+    const int64_t bounded = fitting < MOST_ROWS ? fitting : MOST_ROWS;
+    const int64_t most = bounded >= TILE_GROUP ? bounded / TILE_GROUP * TILE_GROUP : bounded > LEAST_ROWS ? bounded : LEAST_ROWS;
     const int64_t chunks = (rows + most - 1) / most, size = (rows + chunks - 1) / chunks;
     const int64_t items = chunks * matrix->blocks, thread = omp_get_thread_num(), end = items * (thread + 1) / team;
-    int8_t numbers[2 * size * width] __attribute__((aligned(LINE)));
-    float steps[size * groups], sums[size * groups];
+    const int is_wide = path_of(matrix, size) == BFLOAT16_NUMBERS || path_of(matrix, rows / chunks) == BFLOAT16_NUMBERS;
+    const int64_t room = is_wide ? whole_parts(size) : size; /* chunks differ by at most one row */
+    int8_t numbers[(is_wide ? 2 : 1) * (int64_t)sizeof(uint16_t) * room * width] __attribute__((aligned(LINE)));
+    float steps[room * groups], sums[room * groups];
     SplitGroups split = {0, numbers, steps, sums};
     for (int64_t item = items * thread / team, known = -1; item < end; item++) {
         const int64_t chunk = item / matrix->blocks, block = item % matrix->blocks;
         const int64_t row = rows * chunk / chunks, some = rows * (chunk + 1) / chunks - row;
-        const int on_tiles = is_on_tiles(some);
-        split.rows = some;
-        if (chunk != known) split_rows(matrix, input + row * matrix->inputs, &split, on_tiles);
+        const Path path = path_of(matrix, some);
+        split.rows = path == BFLOAT16_NUMBERS ? whole_parts(some) : some;
+        if (chunk != known) split_rows(matrix, input + row * matrix->inputs, some, &split, path);
         known = chunk;
-        if (on_tiles) pilotfish_multiply_groups_on_tiles(matrix, &split, output, block, row, some);
+        if (path == BFLOAT16_NUMBERS) pilotfish_multiply_small_groups_on_tiles(matrix, &split, output, block, row, some);
+        else if (path == INT8_NUMBERS) pilotfish_multiply_groups_on_tiles(matrix, &split, output, block, row, some);
         else multiply_on_vectors(matrix, &split, output, block, row, some);
     }
     pilotfish_leave_tiles();
