@@ -186,15 +186,15 @@ class Metrics(RequestMetrics):
         )
         self._learned_texts = self._gauge(
             "pilotfish:draft_learned_texts",
-            "Number of texts that the target's process has collected to learn from, as of the last step.",
+            "Number of texts that the processes that draft have collected to learn from, as of the last step.",
         )
         self._learned_bytes = self._gauge(
             "pilotfish:draft_learned_text_bytes",
-            "Number of bytes that texts to learn from take in the target's memory, as of the last step.",
+            "Number of bytes that texts to learn from take in the processes that draft, as of the last step.",
         )
         self._trainings = self._gauge(
             "pilotfish:draft_trainings",
-            "Number of trainings since the start of the target's process, by result: taken, dropped or failed.",
+            "Number of trainings since the start of the processes that draft, by result: taken, dropped or failed.",
             "result",
         )
         self._learned_tokens = self._gauge(

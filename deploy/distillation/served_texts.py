@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +16,16 @@ from cluster.generation.text.tokenizer import Tokenizer
 from deploy.commands.client.connection import get, post, server_client
 from deploy.settings import Settings
 from pilotfish.v1 import common_pb2, generation_pb2
+from workers.model.target_ends import read_config
 
 _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Pauses before a request is sent again that the server lost or refused because it is busy, in seconds."""
 _PROBE = "A text of 25 words, for which (in theory) other tokenizers find other tokens: naïve, 東京, x += 1;"
 _TOKEN_ID = "token_id:"  # noqa: S105 - how a token's id is written
+_ABORTED = "abort"
+"""Why an answer ended that the server did not finish: it stops, or an operator has aborted the request."""
+_FORM_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+"""What reading an answer of another form raises."""
 
 
 class TextClient(Protocol):
@@ -49,19 +54,30 @@ class Server:
         a server that has another target, as far as names and tokens tell.
         """
         async with server_client(self.settings, self.url, self.cacert) as client:
-            cards = (await get(client, "/v1/models"))["data"]
-            card = next((one for one in cards if one["id"] == name), cards[0] if len(cards) == 1 else None)
-            if card is None:
-                served = shorten([one["id"] for one in cards])
-                raise ConfigurationError(
-                    f"--url {self.url}: needed target.served_name to be one of {served}, found {name!r}"
-                )
-            found = await post(client, "/tokenize", {"model": card["id"], "prompt": _PROBE})
-            if tuple(found["tokens"]) != Tokenizer.load(target).encode(_PROBE):
-                raise ConfigurationError(
-                    f"--url {self.url}: its model {card['id']!r} has other tokens than target.path"
-                )
-            yield ServedTexts(client, card["id"], int(card["max_model_len"]), told)
+            try:
+                texts = await self._texts(client, target, name, told)
+            except _FORM_ERRORS as error:
+                raise WorkerUnavailable(
+                    f"--url {self.url}: needed id and max_model_len of each model, and the tokens of a text; {error!r}"
+                ) from error
+            yield texts
+
+    async def _texts(
+        self, client: httpx.AsyncClient, target: Path, name: str, told: Callable[[str], None]
+    ) -> ServedTexts:
+        cards = (await get(client, "/v1/models"))["data"]
+        card = next((one for one in cards if one["id"] == name), cards[0] if len(cards) == 1 else None)
+        if card is None:
+            served = shorten([one["id"] for one in cards])
+            raise ConfigurationError(
+                f"--url {self.url}: needed target.served_name to be one of {served}, found {name!r}"
+            )
+        context = int(card["max_model_len"])
+        found = await post(client, "/tokenize", {"model": card["id"], "prompt": _PROBE})
+        if tuple(found["tokens"]) != Tokenizer.load(target).encode(_PROBE):
+            raise ConfigurationError(f"--url {self.url}: its model {card['id']!r} has other tokens than target.path")
+        vocabulary = int(read_config(target).get_text_config().vocab_size)
+        return ServedTexts(client, card["id"], context, vocabulary, told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,8 @@ class ServedTexts:
     model: str
     context: int
     """Most tokens of a prompt and its answer."""
+    vocabulary: int
+    """Tokens of the target, beyond which no answer has any."""
     told: Callable[[str], None]
 
     async def generate(
@@ -103,27 +121,50 @@ class ServedTexts:
         answer = await self._answer(body)
         try:
             (choice,) = answer["choices"]
-            yield generation_pb2.GenerateResponse(delta=_delta(choice, body.get("logprobs", 0)))
-        except (KeyError, TypeError, ValueError) as error:
+            delta = _delta(choice, body.get("logprobs", 0))
+            self._check(delta, body["max_tokens"])
+        except _FORM_ERRORS as error:
             raise WorkerUnavailable(f"{self.client.base_url}: needed the token ids of an answer; {error!r}") from error
+        yield generation_pb2.GenerateResponse(delta=delta)
 
     async def _answer(self, body: dict[str, Any]) -> Any:
         for pause in _PAUSES:
             try:
-                return await post(self.client, "/v1/completions", body)
+                return await self._whole(body)
             except (NotReady, WorkerUnavailable) as error:
                 self.told(f"{error}; asked again in {pause:g} s")
             await asyncio.sleep(pause)
-        return await post(self.client, "/v1/completions", body)
+        return await self._whole(body)
+
+    async def _whole(self, body: dict[str, Any]) -> Any:
+        """An answer that the server has finished. Raises `NotReady` for another one."""
+        answer = await post(self.client, "/v1/completions", body)
+        with suppress(*_FORM_ERRORS):
+            if answer["choices"][0]["finish_reason"] == _ABORTED:
+                raise NotReady(f"{self.client.base_url}: the server aborted the answer")
+        return answer
+
+    def _check(self, delta: generation_pb2.GenerationDelta, most_tokens: int) -> None:
+        """Raise `ValueError` for more tokens than were asked for, and for tokens that the target does not have."""
+        if len(delta.token_ids) > most_tokens:
+            raise ValueError(f"{len(delta.token_ids)} tokens, {most_tokens} at most")
+        others = (other.token_id for position in delta.logprobs for other in position.top)
+        if (largest := max((*delta.token_ids, *others), default=0)) >= self.vocabulary:
+            raise ValueError(f"token {largest} of a vocabulary of {self.vocabulary}")
 
 
 def _delta(choice: Any, alternatives: int) -> generation_pb2.GenerationDelta:
-    """The tokens of a choice, and the most probable ones in the place of each, as many as were asked for."""
-    delta = generation_pb2.GenerationDelta(token_ids=choice["token_ids"])
+    """The tokens of a choice, and the most probable ones in the place of each, as many as were asked for.
+
+    Raises an error of `_FORM_ERRORS`.
+    """
+    delta = generation_pb2.GenerationDelta(token_ids=iter(choice["token_ids"]))
     tops = choice["logprobs"]["top_logprobs"] if alternatives else []
     for token, top in zip(delta.token_ids if alternatives else (), tops, strict=True):
         # The token itself is named as well, and is less probable than all others where it is not among them.
         best = sorted(top.items(), key=lambda each: -each[1])[:alternatives]
+        if len(best) < alternatives:
+            raise ValueError(f"{len(best)} probable tokens, {alternatives} wanted")
         others = [
             common_pb2.TopLogprob(token_id=int(name.removeprefix(_TOKEN_ID)), logprob=value) for name, value in best
         ]

@@ -127,7 +127,7 @@ class TextWriter(Protocol):
 
     @property
     def settings(self) -> str:
-        """Names what hidden states depend on beside weights; empty if they are those that training computes itself."""
+        """Names the settings that hidden states depend on beside weights; empty if all have their defaults."""
 
     def writing(self) -> Write:
         """What writes texts. Returns once the target can. Raises `PilotfishError`."""
@@ -405,7 +405,7 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
         names = {f"{task.key}:0" for task in evaluation}
         stops = end_of_sequence_ids(self.directory)
         plan = AnswerPlan(chosen.max_tokens, chosen.max_prompt, chosen.rows, stops, chosen.seed)
-        # What is measured on may be longer; it shares no batch, whose rows all have the length of the longest.
+        # What is measured on may have longer prompts, and is answered whatever the time.
         judging = replace(plan, max_prompt=chosen.max_length - chosen.max_tokens)
         total = sum(len(one.prompt) + len(one.answer) for one in kept)
         groups: list[tuple[AnswerPlan, Iterable[Task], bool]] = []

@@ -85,7 +85,7 @@ class LocalTarget:
         """The configuration that drafts with the module of this kind in a directory."""
         method = _method_of(kind)
         values = self.configuration.model_dump(mode="json")
-        changes = {"method": method, "methods": (), f"{method}.path": str(module), "controller": "off"}
+        changes = {"method": method, "methods": (), f"{method}.path": str(module), "controller": "off", "learn": "off"}
         return load_configuration(
             values, {f"draft.{key}": value for key, value in changes.items()} | {"server.grpc_port": 0}
         )

@@ -52,6 +52,7 @@ class DrafterClient:
 
     def __init__(self, drafter: Drafter, section: DraftSection, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._drafter = drafter
+        self._learning = drafter if isinstance(drafter, LearnsElsewhere) else None
         self._timeout = section.timeout_seconds
         self._metrics = metrics
         self._clock = clock
@@ -70,7 +71,7 @@ class DrafterClient:
     @property
     def learned(self) -> LearningStatus | None:
         """What the drafter had learned at its last answer; `None` where it does not learn."""
-        return self._drafter.learned if isinstance(self._drafter, LearnsElsewhere) else None
+        return None if self._learning is None else self._learning.learned
 
     @property
     def is_calling(self) -> bool:

@@ -125,7 +125,7 @@ class DraftSection(PluginHost):
 
     def disabled(self) -> DraftSection:
         """Return a copy of the section that selects no drafting method."""
-        return self.model_copy(update={"method": NO_DRAFTS, "methods": (), "placement": "auto"})
+        return self.model_copy(update={"method": NO_DRAFTS, "methods": (), "placement": "auto", "learn": "off"})
 
     @property
     def weights_method(self) -> str | None:

@@ -22,6 +22,7 @@ from tests.support.models import tiny_tokenizer
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.job import Quota
 from workers.distill.prompts import Prompt, Task, schedule
+from workers.draft.registry import check_learning
 from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.slow
@@ -232,3 +233,18 @@ def test_the_cluster_for_answers_has_no_drafts(configuration: Configuration) -> 
     assert found.draft.method == "none"
     assert found.server.grpc_port == 0
     assert found.target == configuration.target
+
+
+@pytest.mark.parametrize("kind", ["heads", "exit"])
+def test_no_cluster_of_a_distillation_learns(configuration: Configuration, kind: str) -> None:
+    """A server's settings are those of the command, too. Without drafts, and with an exit, learning is refused."""
+    values = configuration.model_dump(mode="json")
+    serving = load_configuration(values, {"draft.method": "heads", "draft.learn": "on", "draft.heads.path": "heads"})
+
+    answering = distillation_target.for_answers(serving).draft
+    measuring = LocalTarget(serving).drafting(Path("module"), kind).draft
+
+    assert (answering.method, measuring.method) == ("none", {"exit": "early_exit"}.get(kind, kind))
+    for draft in (answering, measuring):
+        check_learning(draft)
+        assert draft.learn == "off"

@@ -107,7 +107,7 @@ async def test_a_server_with_other_tokens_or_without_the_key_is_refused(
 
 def asking(handle: Callable[[httpx.Request], httpx.Response], told: list[str]) -> ServedTexts:
     client = httpx.AsyncClient(base_url="http://elsewhere:8000", transport=httpx.MockTransport(handle))
-    return ServedTexts(client, "tiny", 10, told.append)
+    return ServedTexts(client, "tiny", 10, 100, told.append)
 
 
 async def test_a_request_whose_connection_is_lost_or_that_is_refused_for_now_is_sent_again(
@@ -147,12 +147,68 @@ async def test_a_request_whose_connection_is_lost_or_that_is_refused_for_now_is_
         _ = [one async for one in asking(fail, told).generate(request, 1.0)]
 
 
-async def test_an_answer_without_token_ids_is_refused_by_the_address() -> None:
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"text": "Hello"}, "KeyError"),
+        ({"token_ids": None}, "TypeError"),
+        ({"token_ids": [1, 2, 3, 4]}, "4 tokens, 3 at most"),
+        ({"token_ids": [1, 100]}, "token 100 of a vocabulary of 100"),
+        ({"token_ids": [1], "logprobs": {"top_logprobs": [None]}}, "AttributeError"),
+        ({"token_ids": [1], "logprobs": {"top_logprobs": [{"token_id:1": -0.5}]}}, "1 probable tokens, 2 wanted"),
+        ({"token_ids": [1], "logprobs": {"top_logprobs": [{"token_id:1": -1, "token_id:100": -2}]}}, "token 100 of"),
+    ],
+)
+async def test_an_answer_of_another_form_is_refused_by_the_address(choice: dict[str, object], reason: str) -> None:
     def answer(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json={"choices": [{"text": "Hello"}]})
+        return httpx.Response(200, json={"choices": [choice]})
 
-    with pytest.raises(WorkerUnavailable, match=r"http://elsewhere:8000.*: needed the token ids of an answer"):
-        _ = [one async for one in asking(answer, []).generate(generation_pb2.GenerateRequest(), 1.0)]
+    request = generation_pb2.GenerateRequest(stopping=generation_pb2.StoppingCriteria(max_tokens=3))
+    if "logprobs" in choice:
+        request.sampling.logprobs = 2
+    refused = f"http://elsewhere:8000.*: needed the token ids of an answer; .*{reason}"
+    with pytest.raises(WorkerUnavailable, match=refused):
+        _ = [one async for one in asking(answer, []).generate(request, 1.0)]
+
+
+async def test_an_answer_that_the_server_aborts_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that stops answers with what it has: not the text that the command would write."""
+    monkeypatch.setattr(served_texts, "_PAUSES", (0.0,))
+    reasons, told = ["abort", "length"], list[str]()
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        choice = {"token_ids": [5] * (3 - len(reasons)), "finish_reason": reasons.pop(0)}
+        return httpx.Response(200, json={"choices": [choice]})
+
+    request = generation_pb2.GenerateRequest(stopping=generation_pb2.StoppingCriteria(max_tokens=3))
+    (response,) = [one async for one in asking(answer, told).generate(request, 1.0)]
+    assert list(response.delta.token_ids) == [5, 5] and not reasons
+    assert told[0].startswith("http://elsewhere:8000") and "the server aborted the answer; asked again" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("models", "tokens"),
+    [
+        ({"models": []}, {}),
+        ({"data": [{"id": "tiny"}]}, {}),
+        ({"data": [{"id": "tiny", "max_model_len": 10}]}, {"count": 3}),
+        ([], {}),
+    ],
+)
+async def test_a_server_that_says_too_little_is_refused_by_the_address(
+    settings: Settings, command: Command, monkeypatch: pytest.MonkeyPatch, models: object, tokens: object
+) -> None:
+    """Such as the API of another program."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=models if request.url.path == "/v1/models" else tokens)
+
+    client = httpx.AsyncClient(base_url="http://elsewhere:8000", transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(served_texts, "server_client", lambda *_: client)
+    server = Server(settings, "http://elsewhere:8000")
+    with pytest.raises(WorkerUnavailable, match="--url http://elsewhere:8000: needed id and max_model_len of each"):
+        async with server.client(command.target, "tiny", lambda _: None):
+            pass
 
 
 def test_the_texts_of_a_writer_come_from_the_server_and_no_rank_starts_for_them(
