@@ -112,3 +112,19 @@ def test_the_trial_agrees(heads: WindowHeads) -> None:
 
     assert trial_difference(windows, heads, DEVICE) < CLOSE
     assert window_attention.kernels_for(heads, torch.device("cpu")) is None
+
+
+def test_kernels_are_tried_once_for_the_same_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.forward.triton import windows
+
+    tried: list[WindowHeads] = []
+
+    def trial(_: object, heads: WindowHeads, __: torch.device) -> float:
+        tried.append(heads)
+        return 0.0
+
+    monkeypatch.setattr(window_attention, "trial_difference", trial)
+    first, again, other = WindowHeads(6, 2, 40, 40), WindowHeads(6, 2, 40, 40), WindowHeads(6, 3, 40, 40)
+    for heads in (first, again, other):
+        assert window_attention.kernels_for(heads, torch.device("cuda")) is windows
+    assert tried == [first, other]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -191,8 +192,12 @@ def address_of(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
+@lru_cache
 def kernels_for(heads: WindowHeads, device: torch.device) -> WindowKernels | None:
-    """The kernels on a GPU, if they agree with torch there. Logs why they are not used."""
+    """The kernels on a GPU, if they agree with torch there. Logs why they are not used.
+
+    They are tried once for the same heads, since a module that learns is packed again with each of its weights.
+    """
     if device.type != "cuda":
         return None
     try:
