@@ -6,7 +6,7 @@ after the copy is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -61,21 +61,24 @@ def to_device_together(arrays: Sequence[StepArray], device: torch.device) -> lis
 
 def joined(arrays: Sequence[StepArray], device: torch.device) -> torch.Tensor:
     """The arrays in one piece, int64 on the host, from where it is copied to `device` without a wait."""
+    spans = _spans(arrays)
+    words = _words_in(spans)
     if device.type == "cuda":
-        whole = torch.empty(words_together(arrays), dtype=torch.int64, pin_memory=True)
+        whole = torch.empty(words, dtype=torch.int64, pin_memory=True)
         numbers: IntegerArray = whole.numpy()
     else:
-        numbers = np.empty(words_together(arrays), dtype=np.int64)
+        numbers = np.empty(words, dtype=np.int64)
         whole = torch.as_tensor(numbers)
     held = numbers.view(np.uint8)
-    for (begin, end), array in zip(_spans(arrays), arrays, strict=True):
-        held[begin:end].view(array.dtype)[:] = array.ravel()
+    for (begin, end), array in zip(spans, arrays, strict=True):
+        if end > begin:
+            held[begin:end].view(array.dtype)[:] = array.ravel()
     return whole
 
 
 def words_together(arrays: Sequence[StepArray]) -> int:
     """Numbers of 64 bits that the arrays take in one piece."""
-    return _aligned(max((end for _, end in _spans(arrays)), default=0)) // 8
+    return _words_in(_spans(arrays))
 
 
 def split_together(whole: torch.Tensor, arrays: Sequence[StepArray]) -> list[torch.Tensor]:
@@ -87,13 +90,16 @@ def split_together(whole: torch.Tensor, arrays: Sequence[StepArray]) -> list[tor
     ]
 
 
-def _spans(arrays: Sequence[StepArray]) -> Iterator[tuple[int, int]]:
+def _spans(arrays: Sequence[StepArray]) -> list[tuple[int, int]]:
     """Where the bytes of each array begin and end. Kernels are compiled for the alignment of what they read."""
-    begin = 0
+    spans, begin = [], 0
     for array in arrays:
-        yield begin, begin + array.nbytes
-        begin = _aligned(begin + array.nbytes)
+        end = begin + array.nbytes
+        spans.append((begin, end))
+        begin = end + -end % _ALIGNMENT
+    return spans
 
 
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNMENT) * _ALIGNMENT
+def _words_in(spans: Sequence[tuple[int, int]]) -> int:
+    end = spans[-1][1] if spans else 0
+    return (end + -end % _ALIGNMENT) // 8

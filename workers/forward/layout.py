@@ -99,11 +99,13 @@ class StepColumns:
         places = np.arange(len(self.rows)) - self.firsts[self.rows]
         self.stored_at: IntegerArray = self.stored[self.rows] + places
         """`[tokens]`: where among the positions of its sequence the keys and values of each token are stored."""
-        self.is_node = places >= self.fresh[self.rows]
+        has_nodes = len(self.trees.places) > 0
+        self.is_node = places >= self.fresh[self.rows] if has_nodes else np.zeros(len(places), dtype=np.bool_)
         """`[tokens]`: whether the token is drafted."""
-        self.positions: IntegerArray = self.stored_at.copy()
+        self.positions: IntegerArray = self.stored_at
         """`[tokens]`: absolute position. Nodes of a tree of the same depth have the same position."""
-        if len(self.trees.places):
+        if has_nodes and not self.trees.are_chains:
+            self.positions = self.stored_at.copy()
             self.positions[self.is_node] = self.base_lens[self.trees.trees] + self.trees.depths - 1
 
     @cached_property

@@ -7,7 +7,7 @@ by itself (penalties, bias, the forced end of thinking), and a mask of bits for 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +34,11 @@ _LEAST_TAIL = 1e-6
 
 _Bits = npt.NDArray[np.uint8]
 _Tokens = npt.NDArray[np.int64]
+_Columns = npt.NDArray[np.int32]
+_Numbers = npt.NDArray[np.float32]
 _NO_COLUMNS, _NO_NUMBERS = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
+_NO_SHARES = np.zeros(0, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,37 +93,58 @@ def table_of(contexts: Sequence[DecisionContext], offset: int, size: int) -> Dec
     if len(positions) > len(rows):
         nodes = TreeColumns([row.tree for row in rows])
         positions[firsts[nodes.trees] + 1 + nodes.places] += nodes.depths
-    found = _changes_of(rows, firsts.tolist(), offset, size)
+    samplings = [row.sampling for row in rows]
+    return DecisionTable(
+        np.repeat(np.array([one.seed for one in samplings], dtype=np.uint64), counts).view(np.int64),
+        positions,
+        np.repeat(np.array([_temperature(one) for one in samplings], dtype=np.float32), counts),
+        *_entries(_changes_of(rows, firsts.tolist(), offset, size), len(positions), size),
+        *_truncations(samplings, counts, size),
+    )
+
+
+def _entries(
+    found: Mapping[int, _Changes], count: int, size: int
+) -> tuple[_Columns, int, _Columns, _Columns, _Columns, _Columns, _Numbers, _Numbers]:
+    """From `masks` to `terms` of the table of `count` decisions."""
+    masks = np.full(count, -1, dtype=np.int32)
+    if not found:
+        ends = np.zeros(count + 1, dtype=np.int32)
+        return masks, 0, _words((), size), ends, _NO_COLUMNS, _NO_COLUMNS, _NO_NUMBERS, _NO_NUMBERS
     changed = [(row, changes) for row, changes in found.items() if len(changes.columns)]
     bits = {row: changes.excluded for row, changes in found.items() if changes.excluded is not None}
     masked = [*bits, *(row for row, _ in changed if row not in bits)]
-    masks = np.full(len(positions), -1, dtype=np.int32)
     masks[masked] = np.arange(len(masked), dtype=np.int32)
-    entries = np.zeros(len(positions), dtype=np.int64)
+    entries = np.zeros(count, dtype=np.int64)
     entries[[row for row, _ in changed]] = [len(changes.columns) for _, changes in changed]
-    samplings = [row.sampling for row in rows]
-    is_cut = np.array([is_truncated(sampling) for sampling in samplings], dtype=np.bool_)
-    cut = [sampling for sampling, truncates in zip(samplings, is_cut.tolist(), strict=True) if truncates]
-    repeats = counts[is_cut]
-    return DecisionTable(
-        seeds=np.repeat(np.array([one.seed for one in samplings], dtype=np.uint64), counts).view(np.int64),
-        positions=positions,
-        temperatures=np.repeat(np.array([_temperature(one) for one in samplings], dtype=np.float32), counts),
-        masks=masks,
-        mask_count=len(masked),
-        excluded=_words(list(bits.values()), size),
-        ends=np.cumsum([0, *entries.tolist()], dtype=np.int32),
-        columns=np.concatenate([_NO_COLUMNS, *(changes.columns for _, changes in changed)]),
-        rows=np.repeat(np.arange(len(positions), dtype=np.int32), entries),
-        factors=np.concatenate([_NO_NUMBERS, *(changes.factors for _, changes in changed)]),
-        terms=np.concatenate([_NO_NUMBERS, *(changes.terms for _, changes in changed)]),
-        truncated=np.flatnonzero(np.repeat(is_cut, counts)).astype(np.int32),
-        limits=np.repeat(np.array([min(one.top_k or size, size) for one in cut], dtype=np.int64), repeats),
-        shares=np.repeat(np.array([min(one.top_p, 1.0) for one in cut], dtype=np.float64), repeats),
-        tails=np.repeat(np.array([_tail(one.top_p, size) for one in cut], dtype=np.float32), repeats),
-        gaps=np.repeat(
-            np.array([math.log(one.min_p) if one.min_p else -math.inf for one in cut], dtype=np.float32), repeats
-        ),
+    return (
+        masks,
+        len(masked),
+        _words(list(bits.values()), size),
+        np.cumsum([0, *entries.tolist()], dtype=np.int32),
+        np.concatenate([_NO_COLUMNS, *(changes.columns for _, changes in changed)]),
+        np.repeat(np.arange(count, dtype=np.int32), entries),
+        np.concatenate([_NO_NUMBERS, *(changes.factors for _, changes in changed)]),
+        np.concatenate([_NO_NUMBERS, *(changes.terms for _, changes in changed)]),
+    )
+
+
+def _truncations(
+    samplings: Sequence[SamplingParameters], counts: _Tokens, size: int
+) -> tuple[_Columns, _Tokens, npt.NDArray[np.float64], _Numbers, _Numbers]:
+    """From `truncated` to `gaps` of the table of rows with `counts` decisions each."""
+    truncates = [is_truncated(sampling) for sampling in samplings]
+    if not any(truncates):
+        return _NO_COLUMNS, _NO_TOKENS, _NO_SHARES, _NO_NUMBERS, _NO_NUMBERS
+    is_cut = np.array(truncates, dtype=np.bool_)
+    cut, repeats = [one for one, is_one in zip(samplings, truncates, strict=True) if is_one], counts[is_cut]
+    gaps = [math.log(one.min_p) if one.min_p else -math.inf for one in cut]
+    return (
+        np.flatnonzero(np.repeat(is_cut, counts)).astype(np.int32),
+        np.repeat(np.array([min(one.top_k or size, size) for one in cut], dtype=np.int64), repeats),
+        np.repeat(np.array([min(one.top_p, 1.0) for one in cut], dtype=np.float64), repeats),
+        np.repeat(np.array([_tail(one.top_p, size) for one in cut], dtype=np.float32), repeats),
+        np.repeat(np.array(gaps, dtype=np.float32), repeats),
     )
 
 
@@ -207,6 +231,8 @@ class _Changes:
 
 def _words(bits: Sequence[_Bits], size: int) -> npt.NDArray[np.int32]:
     """Words `[masks, words]` of the bits `[size]` of each mask."""
+    if not bits:
+        return np.zeros((0, -(-size // WORD)), dtype=np.int32)
     padded = np.zeros((len(bits), -(-size // WORD) * WORD), dtype=np.uint8)
     for row, found in zip(padded, bits, strict=True):
         row[:size] = found

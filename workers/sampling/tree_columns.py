@@ -23,22 +23,26 @@ class TreeColumns:
         """`[trees]`: the number of nodes."""
         self.firsts: Integers = np.cumsum(self.sizes) - self.sizes
         """`[trees]`: the first node of each."""
-        count = int(self.sizes.sum())
-        self.trees: Integers = np.repeat(np.arange(len(trees)), self.sizes)
+        parents = np.array(list(chain.from_iterable(tree.parents for tree in trees)), dtype=np.int64)
+        self.trees: Integers = np.repeat(np.arange(len(trees)), self.sizes) if len(parents) else parents
         """`[n]`: the tree of each node."""
-        self.places: Integers = np.arange(count) - self.firsts[self.trees]
+        self.places: Integers = np.arange(len(parents)) - self.firsts[self.trees] if len(parents) else parents
         """`[n]`: the number of each node in its tree."""
-        parents = np.fromiter(chain.from_iterable(tree.parents for tree in trees), dtype=np.int64, count=count)
-        self._are_chains = bool((parents == self.places - 1).all())
-        self.above: Integers = np.where(parents < 0, -1, parents + self.firsts[self.trees])
+        self._parents = parents
+        self.are_chains = bool((parents == self.places - 1).all())
+        """Whether every node is the child of the one before it in its tree."""
+
+    def _above(self) -> Integers:
         """`[n]`: the parent of each node among all nodes; -1 for children of a root."""
+        above: Integers = np.where(self._parents < 0, -1, self._parents + self.firsts[self.trees])
+        return above
 
     @cached_property
     def depths(self) -> Integers:
         """`[n]`: the depth of each node. Children of a root have depth 1."""
-        if self._are_chains:
+        if self.are_chains:
             return self.places + 1
-        depths, above = np.ones_like(self.above), self.above.copy()
+        depths, above = np.ones_like(self.places), self._above()
         # `depths` counts the nodes from each node up to the one before `above`, twice as many each time.
         while (inner := np.flatnonzero(above >= 0)).size:
             depths[inner] += depths[above[inner]]
@@ -48,10 +52,12 @@ class TreeColumns:
     def ancestors(self) -> npt.NDArray[np.uint64]:
         """`[n, words]`: each node and its ancestors as bits: bit `i % 64` of word `i // 64` is node `i` of its tree."""
         words = -(-int(self.sizes.max(initial=0)) // _WORD)
-        seen = np.zeros((len(self.above), words), dtype=np.uint64)
         own = np.left_shift(np.uint64(1), (self.places % _WORD).astype(np.uint64))
+        if self.are_chains and words == 1:
+            return (own | (own - np.uint64(1)))[:, None]
+        seen = np.zeros((len(own), words), dtype=np.uint64)
         seen[np.arange(len(seen)), self.places // _WORD] = own
-        above = self.above.copy()
+        above = self._above()
         while (inner := np.flatnonzero(above >= 0)).size:
             seen[inner] |= seen[above[inner]]
             above[inner] = above[above[inner]]

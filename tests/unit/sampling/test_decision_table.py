@@ -72,6 +72,17 @@ def test_rows_without_changes_have_no_mask_and_no_entries() -> None:
     assert (table.mask_count, table.most_entries, table.excluded.shape) == (1, 4, (0, -(-VOCABULARY // WORD)))
 
 
+def test_a_step_without_changes_has_arrays_of_the_same_types() -> None:
+    changed = replace(CASES["allowed"], top_k=3)
+    plain, other = (table_of([DecisionContext(one, TOKENS, 2)] * 2, 0, VOCABULARY) for one in (PLAIN, changed))
+    assert (plain.masks.tolist(), plain.ends.tolist(), plain.mask_count) == ([-1, -1], [0, 0, 0], 0)
+    for name in {field.name for field in fields(DecisionTable)} - {"mask_count"}:
+        found, expected = getattr(plain, name), getattr(other, name)
+        assert (found.dtype, found.shape[1:]) == (expected.dtype, expected.shape[1:]), name
+    assert not plain.most_entries
+    assert not any(len(one) for one in (plain.excluded, plain.columns, plain.rows, plain.terms, plain.truncated))
+
+
 def test_only_truncated_rows_have_bounds() -> None:
     samplings = [
         PLAIN,

@@ -28,5 +28,9 @@ def test_chains_and_empty_trees() -> None:
     assert columns.trees.tolist() == [1, 1, 1, 3]
     assert columns.depths.tolist() == [1, 2, 3, 1]
     assert columns.ancestors().tolist() == [[1], [3], [7], [1]]
+    assert columns.are_chains
+    assert not TreeColumns([TokenTree((4, 5), (-1, -1))]).are_chains
+    assert TreeColumns([TokenTree.chain(range(64))]).ancestors().tolist() == [[(2 << node) - 1] for node in range(64)]
+    assert TreeColumns([TokenTree.chain(range(66))]).ancestors()[65].tolist() == [(1 << 64) - 1, 3]
     assert TreeColumns([EMPTY_TREE]).ancestors().shape == (0, 0)
     assert TreeColumns([]).depths.tolist() == []

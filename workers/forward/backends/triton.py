@@ -35,7 +35,7 @@ from workers.forward.projections import Projections
 from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, narrow_tile, padded_width, wide_tile
 from workers.kv.eight_bits import STORED_TYPES
 from workers.kv.groups import AttentionWindow
-from workers.transfer import StepArray, to_device_together
+from workers.transfer import IntegerArray, StepArray, to_device_together
 
 if TYPE_CHECKING:
     from workers.forward.triton.eight_bits import StoredLayer
@@ -114,6 +114,10 @@ class TritonBackend(AttentionBackend[TritonStep]):
             one.kv_heads * one.heads_per_kv * (padded_width(one.value_dim) + 2) for one in layers
         )
         """Bytes of the sums of a query's split."""
+        placements = self._store.kv_groups.placements
+        self._read = tuple(dict.fromkeys((placement.table, placement.window) for placement in placements))
+        """The block tables, each with the windows through which layers see it."""
+        self._windows = tuple(dict.fromkeys(window for _, window in self._read))
 
     def _computes(self, row: RowShape) -> bool:  # noqa: ARG002 - for backends that derive from this one
         """Whether these kernels compute the row. They store the keys and values of every row."""
@@ -126,10 +130,8 @@ class TritonBackend(AttentionBackend[TritonStep]):
 
     def plan_packed(self, rows: Sequence[RowShape], size: GraphSize | None = None) -> PackedPlan[TritonStep]:
         """Tiles and blocks of ragged rows; in a graph as many of both as any step of its size has."""
-        groups = self._store.kv_groups
-        block_size = groups.layout.block_size
-        read = dict.fromkeys((placement.table, placement.window) for placement in groups.placements)
-        windows = dict.fromkeys(window for _, window in read)
+        layout, read, windows = self._store.kv_groups.layout, self._read, self._windows
+        block_size = layout.block_size
         rows = StepRows.of(rows)
         columns = rows.columns
         own = [index for index, row in enumerate(rows) if self._computes(row)]
@@ -140,7 +142,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         if wide if size is None else size.has_wide_rows:
             parts.append(_Part(rows, wide, self._wide_tile, size, is_wide=True))
         tokens = len(columns.stored_at) if size is None else size.tokens
-        stored = np.full((groups.layout.tables, tokens), self._scratch * block_size, dtype=np.int64)
+        stored = np.full((layout.tables, tokens), self._scratch * block_size, dtype=np.int64)
         for table, slots in enumerate(stored):
             slots[: len(columns.stored_at)] = columns.flat_slots(table, block_size)
         arrays: list[StepArray] = [stored]
@@ -265,16 +267,19 @@ class _Part:
         self._size, self._all = size, rows.columns
         self._rows = [rows[index] for index in members]
         self._members = np.array(members, dtype=np.int64)
-        is_member = np.zeros(len(rows), dtype=np.bool_)
-        is_member[self._members] = True
-        self._is_own = is_member[self._all.rows]  # of all tokens of the step
+        self._own: IntegerArray | slice = slice(None)  # which tokens of the step are of these rows
+        if len(members) < len(rows):
+            is_member = np.zeros(len(rows), dtype=np.bool_)
+            is_member[self._members] = True
+            self._own = np.flatnonzero(is_member[self._all.rows])
         widths = self._all.widths[self._members]
         tiles = -(-widths // tile)
         owners = np.repeat(np.arange(len(members)), tiles)
         begins = (np.arange(len(owners)) - (np.cumsum(tiles) - tiles)[owners]) * tile
-        firsts = (np.cumsum(widths) - widths)[owners] + begins
-        counts = np.minimum(tile, widths[owners] - begins)
-        self._items = np.stack([self._members[owners], firsts, counts], axis=1).astype(np.int32)
+        self._items = np.empty((len(owners), 3), dtype=np.int32)
+        self._items[:, 0] = self._members[owners]
+        self._items[:, 1] = (np.cumsum(widths) - widths)[owners] + begins
+        self._items[:, 2] = np.minimum(tile, widths[owners] - begins)
         query = int(widths.sum())
         self.tiles, self.queries = len(self._items), query
         if size is not None:
@@ -293,33 +298,39 @@ class _Part:
     def arrays(self) -> list[StepArray]:
         """Tiles `[tiles, 3]`; the token of each query; the position of the first tree node of each row of the step; the
         last committed position that each query sees, and its own position. A tile without queries is padding."""
-        step, own = self._all, self._is_own
-        last = np.where(step.is_node[own], step.base_lens[step.rows[own]] - 1, step.positions[own])
+        step, own = self._all, self._own
+        last = positions = step.positions[own]
+        if len(step.trees.places):
+            last = np.where(step.is_node[own], step.base_lens[step.rows[own]] - 1, positions)
+        tokens = np.arange(len(positions)) if isinstance(own, slice) else own
         rows = len(step.stored) if self._size is None else self._size.rows
         return [
             _filled(self._items, self.tiles),
-            _filled(np.flatnonzero(own).astype(np.int32), self.queries),
+            _filled(tokens.astype(np.int32), self.queries),
             _filled(step.base_lens.astype(np.int32), rows),
             _filled(last.astype(np.int32), self.queries, NO_QUERY),
-            _filled(step.positions[own].astype(np.int32), self.queries),
+            _filled(positions.astype(np.int32), self.queries),
         ]
 
     def words(self, window: AttentionWindow) -> StepArray:
         """For each query the words of the tree nodes that it sees. Rows that are not wide have one at least."""
-        step, own = self._all, self._is_own
+        step, own = self._all, self._own
         if not len(step.trees.places):
             return np.zeros((self.queries, 0 if self.is_wide else 1), dtype=np.int64)
-        is_own_node = own[step.is_node]  # of all nodes of the step
+        is_node = step.is_node[own]
+        nodes: IntegerArray | slice = own  # which nodes of the step are of these rows
+        if not isinstance(own, slice):
+            nodes = (np.cumsum(step.is_node) - 1)[own[is_node]]
         sizes = step.trees.sizes[self._members]
         count = max(0 if self.is_wide else 1, -(-int(sizes.max(initial=0)) // WORD))
-        seen = step.ancestors[is_own_node, :count].view(np.int64)
-        if window.size is not None and int(step.trees.depths[is_own_node].max(initial=0)) > window.size:
-            nodes = [word for row in self._rows for word in _ancestors(row, window)]
+        seen = step.ancestors[nodes, :count].view(np.int64)
+        if window.size is not None and int(step.trees.depths[nodes].max(initial=0)) > window.size:
+            listed = [word for row in self._rows for word in _ancestors(row, window)]
             seen = np.array(
-                [[_signed(word >> (WORD * part)) for part in range(count)] for word in nodes], dtype=np.int64
-            ).reshape(len(nodes), count)
+                [[_signed(word >> (WORD * part)) for part in range(count)] for word in listed], dtype=np.int64
+            ).reshape(len(listed), count)
         found = np.zeros((self.queries, count), dtype=np.int64)
-        found[: int(own.sum())][step.is_node[own], : seen.shape[1]] = seen
+        found[: len(is_node)][is_node, : seen.shape[1]] = seen
         return found
 
 

@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 
 from workers.sampling.decision_table import WORD, DecisionTable
+from workers.transfer import to_device_together
 
 TILE = 4096
 """Columns or entries of a tile."""
 _ENTRIES = 1024
-_ALIGNED = 4
-"""Each array begins at a multiple of this many 32-bit words: kernels are compiled for arrays that do."""
 _WORD = tl.constexpr(WORD)
 _LARGEST_LOGIT = tl.constexpr(1e30)
 
@@ -63,17 +62,14 @@ class Rows:
 def rows_on(device: torch.device, table: DecisionTable, size: int) -> Rows:
     """Copy a table for logits `[n, size]` to the device in one piece."""
     arrays = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "mask_count"}
-    padded = [np.pad(array.view(np.int32).ravel(), (0, -array.nbytes // 4 % _ALIGNED)) for array in arrays.values()]
-    whole = torch.from_numpy(np.concatenate(padded))
-    if device.type == "cuda":
-        whole = whole.pin_memory().to(device, non_blocking=True)
+    integers = [array.view(np.int64 if array.itemsize == 8 else np.int32) for array in arrays.values()]
     found = {
-        name: part[: array.nbytes // 4].view(torch.from_numpy(array).dtype)
-        for (name, array), part in zip(arrays.items(), torch.split(whole, list(map(len, padded))), strict=True)
+        name: part.view(torch.from_numpy(array).dtype)
+        for (name, array), part in zip(arrays.items(), to_device_together(integers, device), strict=True)
     }
     words = -(-size // WORD)
     masks = torch.zeros((table.mask_count, words), dtype=torch.int32, device=device)
-    masks.view(-1)[: table.excluded.size].copy_(found["excluded"])
+    masks.view(-1)[: table.excluded.size].copy_(found["excluded"].flatten())
     entries = len(table.columns)
     if entries:
         exclude_entries[(triton.cdiv(entries, _ENTRIES),)](
