@@ -120,6 +120,15 @@ def listed_tokens(draw: st.DrawFn) -> ListedTokens:
 
 
 @st.composite
+def next_tokens(draw: st.DrawFn) -> NextTokens:
+    """Forced tokens are within the vocabulary of the list, if there is one."""
+    forced, listed = draw(few_tokens), draw(st.none() | listed_tokens())
+    if listed is not None:
+        forced = tuple(token % listed.vocabulary_size for token in forced)
+    return NextTokens(forced, listed=listed)
+
+
+@st.composite
 def verify_rows(draw: st.DrawFn) -> VerifyRow:
     pending = tuple(draw(st.lists(tokens, min_size=1, max_size=8)))
     decide = draw(st.booleans())
@@ -142,7 +151,7 @@ def verify_rows(draw: st.DrawFn) -> VerifyRow:
 
 @st.composite
 def verdicts(draw: st.DrawFn) -> Verdict:
-    drafted = draw(st.integers(0, 10))
+    drafted, known = draw(st.integers(0, 10)), draw(next_tokens())
     decided = tuple(draw(st.lists(tokens, max_size=drafted + 1)))
     entries = built(
         TokenLogprobs,
@@ -163,8 +172,8 @@ def verdicts(draw: st.DrawFn) -> Verdict:
             evidence=draw(st.none() | st.integers(1, 2**20).flatmap(evidences)),
             proposal=draw(st.none() | proposals()),
             prompt_logprobs=(draw(entries),) if draw(st.booleans()) else (),
-            forced=draw(few_tokens),
-            following=draw(st.none() | listed_tokens()),
+            forced=known.forced,
+            following=known.listed,
         )
     )
 
@@ -187,7 +196,7 @@ def draft_rows(draw: st.DrawFn) -> DraftRow:
             budget=draw(budgets),
             start=start,
             evidence=tuple(draw(evidences(step)) for step in steps),
-            next_tokens=NextTokens(draw(few_tokens), listed=draw(st.none() | listed_tokens())),
+            next_tokens=draw(next_tokens()),
         )
     )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.core import bounds
-from cluster.core.drafting import DescribedMethod, DraftBudget, DraftRow, NextTokens, Proposal
+from cluster.core.drafting import DescribedMethod, DraftBudget, DraftRow, Proposal
 from cluster.core.verification import LearningStatus
 from cluster.wire.codec.common import decode_id, decode_start, encode_start
 from cluster.wire.codec.learning import decode_learning, encode_learning
 from cluster.wire.codec.proposal import (
     decode_evidences,
-    decode_listed,
+    decode_next_tokens,
     decode_proposal,
     encode_evidence,
     encode_listed,
@@ -62,10 +62,7 @@ def _decode_row(row: pb.DraftRow, field: str, prefix: str) -> DraftRow:
         ),
         start=decode_start(row.start, f"{field}.start") if row.HasField("start") else None,
         evidence=decode_evidences(row.evidence, f"{field}.evidence", base_len),
-        next_tokens=NextTokens(
-            bounds.tokens(f"{field}.forced_tokens", row.forced_tokens, 0, bounds.MAX_TREE_DEPTH),
-            listed=decode_listed(row.following, f"{field}.following") if row.HasField("following") else None,
-        ),
+        next_tokens=decode_next_tokens(row, field),
     )
 
 

@@ -7,12 +7,13 @@ from itertools import pairwise
 
 from cluster.core import bounds
 from cluster.core.draft_origin import DraftOrigin
-from cluster.core.drafting import DraftDistribution, Evidence, HiddenStates, ListedTokens, Proposal
+from cluster.core.drafting import DraftDistribution, Evidence, HiddenStates, ListedTokens, NextTokens, Proposal
 from cluster.core.errors import InvalidRequest
 from cluster.core.tree import ROOT, TokenTree
 from cluster.wire.codec.common import decode_fault, decode_id, decode_tree, encode_fault, encode_tree
 from cluster.wire.origin_counts import encode_origins
 from pilotfish.v1 import common_pb2 as pb
+from pilotfish.v1 import draft_pb2, target_pb2
 
 _SUM_TOLERANCE = 1e-3
 
@@ -113,8 +114,15 @@ def encode_listed(listed: ListedTokens) -> pb.ListedTokens:
     return pb.ListedTokens(vocabulary_size=listed.vocabulary_size, tokens=listed.tokens, are_allowed=listed.are_allowed)
 
 
-def decode_listed(message: pb.ListedTokens, field: str) -> ListedTokens:
-    """Decode listed tokens. Raises `InvalidRequest`."""
+def decode_next_tokens(message: target_pb2.VerdictDetails | draft_pb2.DraftRow, field: str) -> NextTokens:
+    """Decode the tokens that a grammar forces, and what it allows after them. Raises `InvalidRequest`."""
+    listed = _decode_listed(message.following, f"{field}.following") if message.HasField("following") else None
+    size = bounds.MAX_TOKEN_ID + 1 if listed is None else listed.vocabulary_size
+    forced = bounds.tokens(f"{field}.forced_tokens", message.forced_tokens, 0, bounds.MAX_TREE_DEPTH, size)
+    return NextTokens(forced, listed=listed)
+
+
+def _decode_listed(message: pb.ListedTokens, field: str) -> ListedTokens:
     size = bounds.integer(f"{field}.vocabulary_size", message.vocabulary_size, 1, bounds.MAX_LISTED_VOCABULARY)
     tokens = bounds.tokens(f"{field}.tokens", message.tokens, 0, bounds.MAX_LISTED_TOKENS, size)
     for index, (before, token) in enumerate(pairwise(tokens), start=1):

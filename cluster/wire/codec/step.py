@@ -31,7 +31,7 @@ from cluster.wire.codec.learning import decode_learning, encode_learning
 from cluster.wire.codec.proposal import (
     decode_distributions,
     decode_evidence,
-    decode_listed,
+    decode_next_tokens,
     decode_proposal,
     encode_distributions,
     encode_evidence,
@@ -232,7 +232,7 @@ def _decode_decided(message: pb.TargetServiceStepResponse, drafted: Sequence[int
 
 
 def _decode_details(verdict: Verdict, entry: pb.VerdictDetails, field: str) -> Verdict:
-    decided = len(verdict.tokens)
+    decided, known = len(verdict.tokens), decode_next_tokens(entry, field)
     return Verdict(
         verdict.sequence_id,
         verdict.base_len,
@@ -243,8 +243,8 @@ def _decode_details(verdict: Verdict, entry: pb.VerdictDetails, field: str) -> V
         fault=decode_fault(entry.fault, f"{field}.fault") if entry.HasField("fault") else None,
         evidence=decode_evidence(entry.evidence, f"{field}.evidence") if entry.HasField("evidence") else None,
         proposal=decode_proposal(entry.proposal, f"{field}.proposal") if entry.HasField("proposal") else None,
-        forced=bounds.tokens(f"{field}.forced_tokens", entry.forced_tokens, 0, bounds.MAX_TREE_DEPTH),
-        following=decode_listed(entry.following, f"{field}.following") if entry.HasField("following") else None,
+        forced=known.forced,
+        following=known.listed,
     )
 
 

@@ -163,7 +163,9 @@ class DraftRow(_message.Message):
 
     @_builtins.property
     def forced_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The next tokens, where the grammar of the sequence allows no other one at each position. Bound: 64."""
+        """The next tokens, where the grammar of the sequence allows no other one at each position. Bound: 64, below
+        following.vocabulary_size if following is set.
+        """
 
     @_builtins.property
     def following(self) -> _common_pb2.ListedTokens:

@@ -362,7 +362,9 @@ class VerdictDetails(_message.Message):
 
     @_builtins.property
     def forced_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that follow because the request's grammar allows no other one at each position. Bound: 64."""
+        """Tokens that follow because the request's grammar allows no other one at each position. Bound: 64, below
+        following.vocabulary_size if following is set.
+        """
 
     @_builtins.property
     def following(self) -> _common_pb2.ListedTokens:

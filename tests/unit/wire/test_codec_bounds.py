@@ -214,6 +214,7 @@ REFUSED_STEPS = [
     (explained(following=listed(*range(257))), "details[0].following.tokens", "between 0 and 256 entries"),
     (explained(following=listed(3, 999)), "details[0].following.tokens[1]", "between 0 and 998"),
     (explained(following=listed(3, 4, 4)), "details[0].following.tokens[2]", "above 4"),
+    (explained(forced_tokens=[7, 9], following=listed(3, size=9)), "details[0].forced_tokens[1]", "between 0 and 8"),
     (explained(fault=common_pb2.RowFault()), "details[0].fault.code", "one of [1, 2, 3, 4]"),
     (explained(fault=common_pb2.RowFault(code=9)), "details[0].fault.code", "one of [1, 2, 3, 4]"),
     (
@@ -252,6 +253,7 @@ REFUSED_STEPS = [
 REFUSED_CALLS = [
     (propose(forced_tokens=[1] * 65), "rows[0].forced_tokens", "between 0 and 64 entries"),
     (propose(following=listed(5, 5)), "rows[0].following.tokens[1]", "above 5"),
+    (propose(forced_tokens=[9], following=listed(3, size=9)), "rows[0].forced_tokens[0]", "between 0 and 8"),
     (
         propose(base_len=2, start=common_pb2.SequenceStart(prompt_len=1, prediction=[1] * 65537)),
         "rows[0].start.prediction",
