@@ -13,10 +13,12 @@ from __future__ import annotations
 import importlib
 import logging
 import shlex
+import signal
 import sys
 import warnings
 from pathlib import Path
 
+from deploy.signals import SIGNALLED
 from tests.bench.machine import describe
 from tests.bench.options import parse
 from tests.bench.report import keep, write
@@ -49,8 +51,9 @@ SECTIONS = {
 
 
 def main() -> None:
-    """Run the chosen sections."""
+    """Run the chosen sections. SIGTERM ends the processes that a section has started, too."""
     names, options = parse(SECTIONS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(SIGNALLED))
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     write(describe())

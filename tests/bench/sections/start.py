@@ -1,4 +1,4 @@
-"""How long `pilotfish serve` takes from its command to the first answer, by stage, and the CPU time of its processes.
+"""How long `pilotfish serve` takes from its command until it is ready, by stage, and the CPU time of its processes.
 
 The first start of each pair is cold: it has no prepared model, no packed weights and no compiled kernels. The second
 one is warm: it has what the first has written. The files of Python's packages are in the page cache for both.

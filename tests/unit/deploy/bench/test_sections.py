@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,6 +19,8 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftRow, Proposal
 from deploy.bench.agreement.positions import Text
+from deploy.signals import SIGNALLED
+from tests.bench import __main__ as command
 from tests.bench import drafting
 from tests.bench.drafting import Passes
 from tests.bench.processes import clusters
@@ -27,6 +31,29 @@ from tests.bench.sections.target.quality import ReadingModel, closeness
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.models import stored_gguf, tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
+
+
+def test_sigterm_ends_what_a_section_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section starts processes inside `with`, so that an exception ends them."""
+    ended: list[bool] = []
+
+    def run(_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            ended.append(True)
+            raise
+
+    monkeypatch.setattr(sys, "argv", ["bench", "start"])
+    monkeypatch.setattr(command, "describe", lambda: "a machine")
+    monkeypatch.setattr(command.importlib, "import_module", lambda _: SimpleNamespace(run=run))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit, match=str(SIGNALLED)):
+            command.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended
 
 
 @pytest.mark.slow
