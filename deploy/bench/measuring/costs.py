@@ -9,15 +9,21 @@ from typing import Any, assert_never
 
 from transformers import AutoConfig
 
+from cluster.core.config.base import ModuleSection
 from cluster.core.config.draft_section import DraftModuleSection
 from cluster.core.config.model_section import DTYPE_BYTES, ModelSection
 from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
 from deploy.bench.measuring.results import Cost, KvLayer
+from workers.draft.common.modules.module_settings import ModuleSettings
+from workers.draft.common.modules.product import stored_type
 from workers.draft.common.modules.ranked_paths import MOST_PARENTS
+from workers.draft.common.modules.served_module import computed_type
 from workers.draft.early_exit import EarlyExitSettings, default_part, part_of
+from workers.forward.weights.choice import INT4
 from workers.kv.eight_bits import record_bytes
 from workers.kv.spec import LayerShape
+from workers.model.devices import choose_device
 from workers.model.draft_card import DraftDescription
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, TableShape
 from workers.model.formats.registry import read_draft
@@ -45,8 +51,7 @@ def configuration_cost(configuration: Configuration, grown_bytes: int = 0) -> Co
     """
     target = count_weights(Path(configuration.target.path))
     weights = configuration.draft.weights
-    modules = [count_weights(Path(section.path)) for section in configuration.draft.modules.values()]
-    draft_bytes = sum(DTYPE_BYTES[configuration.target.dtype] * module.parameters for module in modules)
+    draft_bytes = sum(_module_bytes(one, configuration.target) for one in configuration.draft.modules.values())
     flops = count_draft_flops(configuration)
     if weights is not None:
         draft = count_weights(Path(weights.path))
@@ -101,6 +106,17 @@ def _weight_bytes(section: ModelSection, parameters: int) -> int:
     if stored is not None:
         return stored
     return int(parameters * _QUANTIZED_BYTES.get(section.quantization, DTYPE_BYTES[section.dtype]))
+
+
+def _module_bytes(section: ModuleSection, target: TargetSection) -> int:
+    """Bytes of a drafting module's weights, all in the type of its matrices; see `ModuleSettings.weights`."""
+    parameters = count_weights(Path(section.path)).parameters
+    if not isinstance(section, ModuleSettings):
+        return DTYPE_BYTES[target.dtype] * parameters
+    if choose_device(target.device, 0).type != "cpu":
+        return parameters * computed_type(section.weights).itemsize
+    stored = stored_type(section.weights, target.compile_directory)
+    return int(parameters * (_QUANTIZED_BYTES["int4"] if stored is INT4 else stored.itemsize))
 
 
 _EXIT, _MTP = "early_exit", "mtp"

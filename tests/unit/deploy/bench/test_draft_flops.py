@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from deploy.bench.contestants.answers import BenchAnswer, BenchPass
 from deploy.bench.measuring import measures
-from deploy.bench.measuring.costs import DraftFlops, count_draft_flops
+from deploy.bench.measuring.costs import DraftFlops, configuration_cost, count_draft_flops
 from deploy.bench.measuring.results import Cost
 from deploy.settings import load_settings
-from tests.support.models import public_drafts
+from tests.support.models import public_drafts, tiny
+from workers.model.weight_counts import count_weights
 
 
 def test_passes_over_all_depths_count_once_a_step_and_never_without_drafts() -> None:
@@ -30,3 +33,13 @@ def test_a_public_block_drafter_computes_its_layers_for_each_slot_and_its_contex
     found = count_draft_flops(configuration)
 
     assert found == DraftFlops(0.0, 2.0 * (4 * layers + 4 * output + 13 * heads), 2.0 * context)
+
+
+@pytest.mark.parametrize(("weights", "bits"), [("float32", 32), ("bfloat16", 16), ("int8", 8), ("int4", 5)])
+def test_weights_of_a_module_have_the_bytes_of_its_own_type(weights: str, bits: int, tmp_path: Path) -> None:
+    """Of 4 bits, each group of 32 has 32 more."""
+    target = tiny.save(tmp_path / "target", tiny.llama())
+    module = public_drafts.write(tmp_path / "draft", public_drafts.DSPARK, public_drafts.spark())
+    assignments = [f"target.path={target}", "target.quantization=none", f"draft.path={module}"]
+    configuration = load_settings("cpu", [*assignments, f"draft.block.weights={weights}"], {}).configuration
+    assert configuration_cost(configuration).draft_bytes == count_weights(module).parameters * bits // 8
