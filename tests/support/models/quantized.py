@@ -15,14 +15,16 @@ Quantize = Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]
 """From a weight `[out, in]` to its parts by name, and the dequantized weight."""
 
 
-def save(source: Path, directory: Path, quantize: Quantize, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Write the model in `source` with quantized projections. Returns the dequantized weights."""
+def save(
+    source: Path, directory: Path, quantize: Quantize, settings: dict[str, Any], layers: str | tuple[str, ...] = "_proj"
+) -> dict[str, torch.Tensor]:
+    """Write the model in `source` with quantized `layers`: ends of their names. Returns the dequantized weights."""
     directory.mkdir()
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, values in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj"):
+        if not (name.endswith(".weight") and module.endswith(layers)):
             tensors[name] = plain[name] = values
             continue
         parts, plain[name] = quantize(values)

@@ -44,7 +44,6 @@ _PROGRESS_SECONDS = 10.0
 _TRIED_ROWS = 64
 """Rows of a table that show what a layer does with them."""
 _EXPERTS = ("gate_up_proj", "down_proj")
-_SHARDED_HEAD = {"lm_head": "colwise"}
 _CPU = torch.device("cpu")
 
 
@@ -175,7 +174,11 @@ class _Division:
         """Raises `ConfigurationError` for a family whose layers are no usual linear ones, and are read whole."""
         self._share, self._kv_heads = share, head_counts(module.config)[1]
         self._own = OwnPlan(module.config, share)
-        self._plan: dict[str, str] = {**(module.tp_plan or {}), **_SHARDED_HEAD}
+        head = module.get_output_embeddings()
+        named = {
+            name: "colwise" for name, part in module.named_modules() if part is head
+        }  # `embed_out` in some families
+        self._plan: dict[str, str] = {**(module.tp_plan or {}), **named}
         others = [name for name, part in module.named_modules() if name in self._own and type(part) is not nn.Linear]
         if share.ranks > 1 and others:
             raise ConfigurationError(
