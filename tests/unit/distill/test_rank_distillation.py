@@ -86,7 +86,7 @@ def test_ranks_write_texts_and_show_states_and_trainers_never_have_the_target(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A rank dies while texts are written. They are those of a model of `transformers` all the same."""
+    """A rank dies while texts are written. The texts are those of a model of `transformers` all the same."""
     out = command.directory / "draft"
 
     code = command.run_words(command.words(out, *KIND, *TEXTS, *ON_RANKS, "--steps", "4", "--workers", "2"))
@@ -113,7 +113,7 @@ def test_ranks_write_texts_and_show_states_and_trainers_never_have_the_target(
 def test_one_rank_writes_texts_in_the_process_of_the_command(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They are those of a model of `transformers`, and Ray is not needed."""
+    """The texts are those of a model of `transformers`, and Ray is not needed."""
     out, device = command.directory / "draft", ("--set", "target.device=cpu")
 
     code = command.run_words(command.words(out, *KIND, *TEXTS, *device, "--steps", "2"))

@@ -56,7 +56,7 @@ async def server(settings: Settings) -> AsyncIterator[Server]:
 async def test_answers_and_probabilities_are_those_of_a_cluster_in_this_process(
     server: Server, settings: Settings, command: Command
 ) -> None:
-    """Their likely tokens, too. A model is named, or is the only one."""
+    """The most probable tokens are equal, too. The model is named, or is the only one of the server."""
     prompts = [read_prompts(command.directory / "questions.jsonl")[:6]]
     told: list[str] = []
     found: list[dict[str, Answer]] = []
@@ -198,7 +198,7 @@ async def test_an_answer_that_the_server_aborts_is_asked_for_again(monkeypatch: 
 async def test_a_server_that_says_too_little_is_refused_by_the_address(
     settings: Settings, command: Command, monkeypatch: pytest.MonkeyPatch, models: object, tokens: object
 ) -> None:
-    """Such as the API of another program."""
+    """The API of another program may lack fields."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json=models if request.url.path == "/v1/models" else tokens)

@@ -113,7 +113,7 @@ def test_one_rank_of_the_engine_computes_the_states_and_no_layer_is_left_while_a
 
 
 def test_nothing_of_the_engine_is_left_once_it_is_released(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights and its KV pool would take the memory of the training, and of the next one."""
+    """Weights and KV pool of the engine would take the memory of the training."""
     build, engines = local_cluster.build_engine, []
 
     def building(*given: Any, **named: Any) -> Any:

@@ -31,7 +31,7 @@ from workers.forward.triton.kv_write import finite
 from workers.forward.triton.tiles import WindowTiles, padded_width
 
 _PROGRAMS, _LEAST_IN_TURN = 2048, 8
-"""As in `workers.forward.triton.attention`: programs beyond which one computes several splits of its piece in turn."""
+"""Programs of a launch beyond which one computes several splits of its piece in turn, and the fewest for a piece."""
 _LOADED = 4
 """Numbers of float32 that a thread loads at once, where heads have a multiple of them."""
 _KEY_NUMBERS, _MOST_KEYS, _STAGES = 4096, 64, 2

@@ -403,7 +403,7 @@ def test_marks_that_are_put_before_others_are_read_in_their_order(
 
 
 def test_the_draft_model_is_not_shown_tokens_beyond_its_vocabulary(kinds: dict[str, TextTokenizer]) -> None:
-    """Its tokenizer may have more tokens than its embedding. What is drafted after them goes on."""
+    """A draft model's tokenizer may have more tokens than its embedding. Drafting goes on behind them."""
     size = 300
     tokenizers = replace(_pair(kinds, "bytes", "trained"), draft_size=size)
     whole = tokenizers.draft.encode([WORDS])[0]

@@ -94,7 +94,7 @@ WIDE_CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
 }
 CASES_OF_RANKS = [("llama", "Q3_K"), ("llama", "Q4_K"), ("qwen3", "fp8")]
 CASES_OF_RANKS += [("phi3", name) for name in ("Q4_K", "awq", "fp8")]
-"""Of `phi3`, ranks divide projections that are one matrix."""
+"""Ranks divide the projections of `phi3`, of which several are one matrix."""
 WIDE_CASES = [("llama", name) for name in (*K_QUANTS, "fp8")]
 WIDE_CASES += [(family, name) for family in WIDE if family != "llama" for name in ("Q3_K", "Q4_K", "awq", "fp8")]
 
