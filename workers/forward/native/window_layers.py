@@ -58,7 +58,7 @@ class WindowPiece:
     count: int
     """Number of tokens."""
     is_seen: torch.Tensor | None
-    """Which of the slots up to the last token's are attended to, bool [tokens, slots], or [slots] for all tokens, on
+    """Whether each slot up to the last token's is attended to, bool [tokens, slots], or [slots] for all tokens, on
     the host; `None` if all are. Every token must attend to something."""
 
     @property

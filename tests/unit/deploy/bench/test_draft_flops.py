@@ -37,7 +37,7 @@ def test_a_public_block_drafter_computes_its_layers_for_each_slot_and_its_contex
 
 @pytest.mark.parametrize(("weights", "bits"), [("float32", 32), ("bfloat16", 16), ("int8", 8), ("int4", 5)])
 def test_weights_of_a_module_have_the_bytes_of_its_own_type(weights: str, bits: int, tmp_path: Path) -> None:
-    """Of 4 bits, each group of 32 has 32 more."""
+    """Weights of 4 bits have 32 bits more for each group of 32, a scale and a minimum."""
     target = tiny.save(tmp_path / "target", tiny.llama())
     module = public_drafts.write(tmp_path / "draft", public_drafts.DSPARK, public_drafts.spark())
     assignments = [f"target.path={target}", "target.quantization=none", f"draft.path={module}"]
