@@ -319,7 +319,7 @@ def _needs(
             stored_bytes,  # imports torch, which other checks do without
         )
 
-        weights = stored_bytes(directory, section.dtype) or weights
+        weights = stored_bytes(directory, section.dtype, on_gpu=role.device != "cpu") or weights
     process = -(-weights // ranks) + (section.kv.pool_bytes or 0)
     return _Needs(role.role, key, role.device, process)
 

@@ -18,7 +18,7 @@ from workers.forward.linear import (
     make_linear_kernel,
     merge_linears,
 )
-from workers.forward.weights.base import LinearKernel, NoGpuProduct, Storage
+from workers.forward.weights.base import LinearKernel, NoGpuProduct, Storage, grows_if_joined
 from workers.forward.weights.choice import store
 from workers.forward.weights.modules import LINEAR_TYPES, StoredEmbedding, StoredLinear
 from workers.forward.weights.plain import TiledWeight
@@ -132,6 +132,8 @@ def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str,
         return
     storages, biases = zip(*(own_storage(layer, how[0]) for layer in layers), strict=True)
     if len({bias is None for bias in biases}) > 1:
+        return
+    if grows_if_joined(storages):
         return
     joined = storages[0].joined(storages[1:])
     if joined.device.type != "cpu" and not joined.is_widened and any(one.is_widened for one in storages):

@@ -50,6 +50,7 @@ _SOURCES = (
     "attention_tiles.c",
     "finish.c",
     "products.c",
+    "packed_groups.c",
     "groups.c",
     "split_groups.c",
     "group_tiles.c",

@@ -20,7 +20,8 @@
 #endif
 
 typedef struct {
-    Matrix qkv, out, gate_up, down; /* gate_up: in each block LANES gates and the ups that belong to them */
+    Matrix qkv[3];             /* queries, keys and values: one matrix or several, and then matrices without outputs */
+    Matrix out, gate_up, down; /* gate_up: in each block LANES gates and the ups that belong to them */
     const float *input_norm, *post_norm, *query_norm, *key_norm; /* the latter two per head, or none */
     void *keys, *values;
     int64_t table, window, sinks;
@@ -129,13 +130,24 @@ static Layer attention_of(const Decoder *decoder, const DecoderLayer *own, const
                    decoder->heads, decoder->kv_heads, dim, own->table, own->window, own->sinks, decoder->scale};
 }
 
+/* Multiply the matrices of queries, keys and values. They may be stored in different ways; the kind of their input is one. */
+static void multiply_qkv(const Decoder *decoder, const DecoderLayer *own, const void *input, float *to, int64_t tokens,
+                         Barrier *barrier)
+{
+    const int64_t width = (decoder->heads + 2 * decoder->kv_heads) * decoder->dim;
+    for (const Matrix *part = own->qkv; part < own->qkv + 3; to += part++->outputs) {
+        const Output output = {STORE, to, NULL, width, FLOAT32};
+        if (part->outputs) pilotfish_multiply_share(part, input, &output, tokens, barrier->team);
+    }
+    pilotfish_wait_for_all(barrier);
+}
+
 /* The first half of a layer: x += attention(norm(x)). */
 static void attention_part(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
                            Barrier *barrier)
 {
-    const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = factor_kind(&own->qkv);
+    const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = factor_kind(own->qkv);
     const Layer layer = attention_of(decoder, own, pass);
-    const Output to_qkv = {STORE, pass->qkv, NULL, own->qkv.outputs, kind};
     const Output to_residual = {ADD, pass->x, NULL, hidden, kind};
     int64_t first_tile[step->rows + 1];
     const Items items = pilotfish_items(step, &layer, decoder->kv_kind, barrier->team, first_tile);
@@ -144,7 +156,7 @@ static void attention_part(const Decoder *decoder, const DecoderLayer *own, cons
     for (int64_t t = 0; t < tokens; t++)
         normalise(pass->x + t * hidden, own->input_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
     pilotfish_wait_for_all(barrier);
-    pilotfish_multiply(&own->qkv, pass->input, &to_qkv, tokens, barrier);
+    multiply_qkv(decoder, own, pass->input, pass->qkv, tokens, barrier);
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++) prepare_attention(decoder, own, pass, step, &layer, t);
     pilotfish_wait_for_all(barrier);
@@ -374,14 +386,13 @@ void pilotfish_window_layers(const Decoder *decoder, const WindowPass *work)
         barrier.team = omp_get_num_threads();
         for (int64_t l = 0; l < decoder->layers; l++) {
             const DecoderLayer *own = decoder->layer + l;
-            const int64_t kind = factor_kind(&own->qkv);
-            const Output to_qkv = {STORE, work->qkv, NULL, own->qkv.outputs, kind};
+            const int64_t kind = factor_kind(own->qkv);
             const Output to_residual = {ADD, work->x, NULL, hidden, kind};
 #pragma omp for schedule(static) nowait
             for (int64_t t = 0; t < tokens; t++)
                 normalise(work->x + t * hidden, own->input_norm, hidden, decoder->epsilon, work->input, kind, t * hidden);
             pilotfish_wait_for_all(&barrier);
-            pilotfish_multiply(&own->qkv, work->input, &to_qkv, tokens, &barrier);
+            multiply_qkv(decoder, own, work->input, work->qkv, tokens, &barrier);
 #pragma omp for schedule(static) nowait
             for (int64_t t = 0; t < tokens; t++) store_in_window(decoder, work, l, t);
             pilotfish_wait_for_all(&barrier);

@@ -16,8 +16,8 @@ from workers.forward.native.build import load_library
 from workers.forward.native.decoder import NativeDecoder, PackedDecoder
 from workers.forward.native.decoder_shape import DecoderShape, head_norms
 from workers.forward.native.packed_linear import PackedMatrix, gate_up, gate_up_bias, has_rows, kernel_layout
-from workers.forward.native.structures import DecoderLayer, Matrix
-from workers.forward.weights.base import Storage
+from workers.forward.native.structures import QKV_PARTS, DecoderLayer, Matrix
+from workers.forward.weights.base import Storage, joined_runs
 from workers.forward.weights.choice import quantized_type
 from workers.forward.weights.modules import StoredEmbedding, take_storage
 from workers.forward.weights.plain import PlainStorage
@@ -116,7 +116,7 @@ class _Packer:
         bias = None if siblings[0].bias is None else torch.cat([projection.bias for projection in siblings])
         norms = (layer.input_layernorm, layer.post_attention_layernorm, *(head_norms(attention)))
         return DecoderLayer(
-            self._matrix(self._joined(siblings), bias),
+            self._qkv(siblings, bias),
             self._matrix(self._taken(attention.o_proj), attention.o_proj.bias),
             self._matrix(
                 gate_up(self._taken(mlp.gate_proj), self._taken(mlp.up_proj), self._layout.columns), self._biases(mlp)
@@ -129,10 +129,14 @@ class _Packer:
         """The matrix of a layer, which no longer holds it: no variable may hold it once it is packed."""
         return take_storage(layer, self._quantization)
 
-    def _joined(self, layers: list[Any]) -> Storage:
-        """The outputs of all layers in one matrix."""
-        first, *others = (self._taken(layer) for layer in layers)
-        return first.joined(others)
+    def _qkv(self, layers: list[Any], bias: torch.Tensor | None) -> ctypes.Array[Matrix]:
+        """The outputs of all layers, in as few matrices as keep each at its own bits."""
+        runs = joined_runs([self._taken(layer) for layer in layers])
+        biases = [None] * len(runs) if bias is None else torch.split(bias, [run.outputs for run in runs])
+        matrices = (Matrix * QKV_PARTS)()
+        for index, own in enumerate(biases):
+            matrices[index] = self._matrix(runs.pop(0), own)
+        return matrices
 
     def _matrix(self, storage: Storage, bias: torch.Tensor | None) -> Matrix:
         packed = PackedMatrix(storage, bias, self._layout, self._arena)

@@ -42,18 +42,21 @@ static void widen(const uint8_t *from, int64_t count, int8_t *to)
 static void fill(const Matrix *matrix, int64_t block, int64_t first, Slab *slab)
 {
     const int64_t left = groups_of(matrix) - first, before = head_bytes(matrix), bytes = group_bytes(matrix);
+    char unpacked[MOST_UNPACKED] ALIGNED;
     slab->first = first, slab->groups = left < SLAB ? left : SLAB;
     for (int64_t g = 0; g < slab->groups; g++) {
-        const char *at = group_at(matrix, block, first + g);
-        for (int64_t line = 0; line < bytes; line += LINE) __builtin_prefetch(at + AHEAD + line, 0, 3);
-        slab->heads[g] = head_of(matrix, at);
-        if (matrix->kind == GROUPS4_TILES) {
-            int8_t *wide = slab->wide + g * matrix->group * OUTPUTS;
-            slab->values[g] = wide;
-            widen((const uint8_t *)at + before, bytes - before, wide);
-        } else {
-            slab->values[g] = (const int8_t *)at + before;
+        const Place place = place_of(matrix, block, first + g);
+        const char *values = place.group + before;
+        int8_t *wide = slab->wide + g * matrix->group * OUTPUTS;
+        for (int64_t line = 0; line < bytes; line += LINE) __builtin_prefetch(place.group + AHEAD + line, 0, 3);
+        slab->heads[g] = head_of(matrix, &place, 0);
+        if (matrix->planes) {
+            char *to = matrix->kind == GROUPS4_TILES ? unpacked : (char *)wide;
+            pilotfish_unpack_planes(matrix, values, to);
+            values = to;
         }
+        slab->values[g] = matrix->kind == GROUPS4_TILES ? wide : (const int8_t *)values;
+        if (matrix->kind == GROUPS4_TILES) widen((const uint8_t *)values, unpacked_bytes(matrix), wide);
     }
 }
 

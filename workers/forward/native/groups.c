@@ -51,23 +51,10 @@
 
 /* --- values, widened -------------------------------------------------------------------------- */
 
-INLINE Vector widen_integers(const uint8_t *from)
-{
-#if defined(IS_AVX512)
-    return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-#elif defined(IS_AVX2)
-    return (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-#else
-    Vector wide;
-    for (int l = 0; l < LANES; l++) wide[l] = (float)(int8_t)from[l];
-    return wide;
-#endif
-}
-
 /* LANES values of 8 bits; those of E4M3 divided by 256. */
 INLINE Vector widen_bytes(const uint8_t *from, const int64_t kind)
 {
-    return kind == GROUPS8 ? widen_integers(from) : widen_e4m3s(from);
+    return kind == GROUPS8 ? floats(integers(from)) : widen_e4m3s(from);
 }
 
 /* 16 numbers in registers. */
@@ -152,26 +139,33 @@ INLINE void multiply_few(const Matrix *matrix, const Inputs *inputs, const Outpu
                          const int64_t kind, const int rows, const int blocks)
 {
     const int64_t group = matrix->group, groups = groups_of(matrix), stride = groups * group;
-    const int64_t of_block = groups * group_bytes(matrix), before = head_bytes(matrix);
-    const char *at = group_at(matrix, block, 0);
+    const int64_t bytes = group_bytes(matrix), before = head_bytes(matrix);
+    const int64_t of_block = block_bytes(matrix), apart = matrix->planes ? MOST_UNPACKED : of_block; /* from block to block */
+    Place place = place_of(matrix, block, 0);
+    char unpacked[MOST_BLOCKS][MOST_UNPACKED] __attribute__((aligned(LINE)));
     const Table table = table_of(matrix, kind);
     Vector total[MOST_SUMS][2];
     for (int s = 0; s < rows * blocks; s++) total[s][0] = total[s][1] = (Vector){0};
-    for (int64_t g = 0; g < groups; g++, at += group_bytes(matrix)) {
+    for (int64_t g = 0; g < groups; g++, move_to_next(matrix, bytes, &place)) {
         const float *x = inputs->values + g * group;
+        const char *values = place.group + before;
+        if (matrix->planes) {
+            for (int b = 0; b < blocks; b++) pilotfish_unpack_planes(matrix, values + b * of_block, unpacked[b]);
+            values = unpacked[0];
+        }
         Vector sum[MOST_SUMS][2];
 UNROLL
         for (int s = 0; s < rows * blocks; s++) sum[s][0] = sum[s][1] = (Vector){0};
         if (has_words(kind)) {
-            const char *from = at + before;
+            const char *from = values;
             for (int64_t i = 0; i < group; i += WORD, from += COLUMNS * sizeof(uint32_t), x += WORD) {
                 Words words[MOST_BLOCKS][2];
 UNROLL
                 for (int b = 0; b < blocks; b++) {
                     for (int line = 0; line < COLUMNS * (int)sizeof(uint32_t); line += LINE)
-                        __builtin_prefetch(from + b * of_block + AHEAD + line, 0, 3);
-                    words[b][0] = *(const Words *)(from + b * of_block);
-                    words[b][1] = *(const Words *)(from + b * of_block + LANES * sizeof(uint32_t));
+                        __builtin_prefetch(from + b * apart + AHEAD + line, 0, 3);
+                    words[b][0] = *(const Words *)(from + b * apart);
+                    words[b][1] = *(const Words *)(from + b * apart + LANES * sizeof(uint32_t));
                 }
 UNROLL
                 for (int j = 0; j < WORD; j++)
@@ -181,18 +175,18 @@ UNROLL
                                    value_of(words[b][1], j, &table, kind), sum + b * rows);
             }
         } else {
-            const uint8_t *from = (const uint8_t *)at + before;
+            const uint8_t *from = (const uint8_t *)values;
             for (int64_t i = 0; i < group; i++, from += COLUMNS, x++)
 UNROLL
                 for (int b = 0; b < blocks; b++) {
-                    __builtin_prefetch(from + b * of_block + AHEAD, 0, 3);
-                    add_values(x, stride, rows, widen_bytes(from + b * of_block, kind),
-                               widen_bytes(from + b * of_block + LANES, kind), sum + b * rows);
+                    __builtin_prefetch(from + b * apart + AHEAD, 0, 3);
+                    add_values(x, stride, rows, widen_bytes(from + b * apart, kind), widen_bytes(from + b * apart + LANES, kind),
+                               sum + b * rows);
                 }
         }
 UNROLL
         for (int b = 0; b < blocks; b++) {
-            const Head head = head_of(matrix, at + b * of_block);
+            const Head head = head_of(matrix, &place, b * of_block);
 UNROLL
             for (int r = 0; r < rows; r++) {
                 const int s = b * rows + r;
@@ -238,10 +232,9 @@ static const Several several[] = {EACH_SEVERAL(SEVERAL_FUNCTIONS)};
 
 /* --- many rows: a slice of weights is widened once for all of them ------------------------------ */
 
-/* Widen `count` inputs of a block, from input `first` of a group on, to `wide` [count, COLUMNS]. */
-static void widen_slice(const Matrix *matrix, const char *group, int64_t first, int64_t count, float *wide)
+/* Widen `count` inputs of a block, from input `first` of a group with these values on, to `wide` [count, COLUMNS]. */
+static void widen_slice(const Matrix *matrix, const char *values, int64_t first, int64_t count, float *wide)
 {
-    const char *values = group + head_bytes(matrix);
     if (!has_words(matrix->kind)) {
         const uint8_t *from = (const uint8_t *)values + first * COLUMNS;
         if (matrix->kind == GROUPS8)
@@ -310,17 +303,20 @@ static ManyFunction *const many_functions[MANY] = {EACH_MANY(MANY_FUNCTION)};
 
 static void multiply_many(const Matrix *matrix, const Inputs *inputs, const Output *output, int64_t block, int64_t row, int64_t rows)
 {
-    const int64_t group = matrix->group, groups = groups_of(matrix), stride = groups * group;
+    const int64_t group = matrix->group, groups = groups_of(matrix), stride = groups * group, bytes = group_bytes(matrix);
     float wide[SLICE * COLUMNS], sums[rows * COLUMNS], totals[rows * COLUMNS];
+    char unpacked[MOST_UNPACKED] __attribute__((aligned(LINE)));
+    Place place = place_of(matrix, block, 0);
     memset(totals, 0, sizeof totals);
-    for (int64_t g = 0; g < groups; g++) {
-        const char *at = group_at(matrix, block, g);
-        const Head head = head_of(matrix, at);
+    for (int64_t g = 0; g < groups; g++, move_to_next(matrix, bytes, &place)) {
+        const char *values = place.group + head_bytes(matrix);
+        const Head head = head_of(matrix, &place, 0);
+        if (matrix->planes) pilotfish_unpack_planes(matrix, values, unpacked), values = unpacked;
         for (int64_t first = 0; first < group; first += SLICE) {
             const int64_t count = group - first < SLICE ? group - first : SLICE;
             const Slice slice = {wide, count, matrix->offset, first == 0, first + count == group ? &head : NULL};
             const float *x = inputs->values + g * group + first;
-            widen_slice(matrix, at, first, count, wide);
+            widen_slice(matrix, values, first, count, wide);
             for (int64_t r = 0; r < rows; r += MANY) {
                 const int64_t some = rows - r < MANY ? rows - r : MANY;
                 many_functions[some - 1](&slice, x + r * stride, stride, inputs->sums + r * groups + g, groups,
@@ -368,31 +364,52 @@ void pilotfish_multiply_groups(const Matrix *matrix, const float *input, const O
 
 /* --- a row of a packed matrix, unpacked ---------------------------------------------------------- */
 
+/* A scale of a group, or what it has beside it. */
+static float number_of(const Matrix *matrix, const Place *place, int64_t column, int is_offset)
+{
+    const int64_t at = is_offset * COLUMNS + column;
+    if (!matrix->super) return number(place->group, matrix->scale_kind, at);
+    const uint8_t byte = (uint8_t)place->group[matrix->scale_kind == SUPER_NIBBLES ? column : at];
+    const float size = (float)(matrix->scale_kind == SUPER_BYTES ? (int8_t)byte : byte >> 4 * is_offset & 0xf);
+    return widen_float16(((const uint16_t *)place->units)[at]) * (is_offset ? -size : size);
+}
+
+/* A value of a group by the number of its input, without scale and zero. */
+static float value_at(const Matrix *matrix, const char *values, int64_t at, int64_t column)
+{
+    int64_t index = at * COLUMNS + column; /* of its byte */
+    if (has_words(matrix->kind)) {
+        index = (at / WORD * COLUMNS + column) * (WORD / 2) + at % WORD / 2;
+    } else if (matrix->kind == GROUPS8_TILES) {
+        const int64_t ordered = at / WORD * WORD + at % 2 * (WORD / 2) + at % WORD / 2;
+        index = (ordered / 4 * COLUMNS + column) * 4 + ordered % 4;
+    }
+    const uint8_t byte = matrix->planes ? pilotfish_unpacked_byte(matrix, values, index) : (uint8_t)values[index];
+    if (matrix->kind == GROUPS_E4M3) return 256.0f * widen_e4m3(byte);
+    if (!has_words(matrix->kind)) return (float)(int8_t)byte;
+    const int half = byte >> at % 2 * 4 & 0xf;
+    return matrix->kind == GROUPS_TABLE ? matrix->table[half] : (float)half;
+}
+
 void pilotfish_row_of_groups(const Matrix *matrix, int64_t id, float *to)
 {
-    const int64_t block = id / COLUMNS, column = id % COLUMNS, kind = matrix->scale_kind;
-    for (int64_t i = 0; i < matrix->inputs; i++) {
-        const int64_t at = i % matrix->group;
-        const char *group = group_at(matrix, block, i / matrix->group), *values = group + head_bytes(matrix);
-        const int64_t place = matrix->order ? matrix->order[i] : i;
-        float value;
-        if (has_words(matrix->kind)) {
-            const uint32_t word = ((const uint32_t *)values)[at / WORD * COLUMNS + column] >> (4 * (at % WORD)) & 0xf;
-            value = matrix->kind == GROUPS_TABLE ? matrix->table[word] : (float)word;
-        } else if (matrix->kind == GROUPS8_TILES) {
-            const int64_t byte = at / WORD * WORD + at % 2 * (WORD / 2) + at % WORD / 2;
-            value = (float)((const int8_t *)values)[(byte / 4 * COLUMNS + column) * 4 + byte % 4];
-        } else {
-            const uint8_t byte = ((const uint8_t *)values)[at * COLUMNS + column];
-            value = matrix->kind == GROUPS8 ? (float)(int8_t)byte : 256.0f * widen_e4m3(byte);
-        }
-        const float scale = number(group, kind, column);
-        if (matrix->offset == MINIMUM) {
-            volatile float product = scale * value; /* rounded by itself, as the reference does */
-            to[place] = product + number(group, kind, COLUMNS + column);
-        } else {
-            const float zero = matrix->offset == ZERO ? number(group, kind, COLUMNS + column) : matrix->zero;
-            to[place] = scale * (value - zero);
+    const int64_t column = id % COLUMNS, group = matrix->group, bytes = group_bytes(matrix);
+    Place place = place_of(matrix, id / COLUMNS, 0);
+    for (int64_t first = 0; first < matrix->inputs; first += group, move_to_next(matrix, bytes, &place)) {
+        const char *values = place.group + head_bytes(matrix);
+        const int64_t left = matrix->inputs - first, count = left < group ? left : group;
+        const float scale = number_of(matrix, &place, column, 0);
+        volatile float rounded = matrix->offset == NO_OFFSET ? matrix->zero : number_of(matrix, &place, column, 1);
+        const float offset = rounded; /* by itself, as the reference does, and so is the product */
+        for (int64_t i = 0; i < count; i++) {
+            const float value = value_at(matrix, values, i, column);
+            float *own = to + (matrix->order ? matrix->order[first + i] : first + i);
+            if (matrix->offset == MINIMUM) {
+                volatile float product = scale * value;
+                *own = product + offset;
+            } else {
+                *own = scale * (value - offset);
+            }
         }
     }
 }

@@ -41,8 +41,11 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_a
 /* Kinds of numbers. INT8_TILES is INT8 in the order of tile registers and VNNI. Those from GROUPS4 to GROUPS8_TILES have a scale
    for each group of inputs, see groups.c: integers of 4 or 8 bits, floats of 8 bits (E4M3), 4 bits that choose one of 16
    numbers, or integers of 4 or 8 bits for tile registers and VNNI, see split_groups.c. FLOAT16 is a kind of scales alone, E4M3 one of
-   stored keys and values. */
-enum { FLOAT32, BFLOAT16, INT8, INT8_TILES, GROUPS4, GROUPS8, GROUPS_E4M3, GROUPS_TABLE, GROUPS4_TILES, GROUPS8_TILES, FLOAT16, E4M3 };
+   stored keys and values. SUPER_BYTES and SUPER_NIBBLES are kinds of scales, too: integers of 8 or 4 bits, see packed_groups.h. */
+enum {
+    FLOAT32, BFLOAT16, INT8, INT8_TILES, GROUPS4, GROUPS8, GROUPS_E4M3, GROUPS_TABLE, GROUPS4_TILES, GROUPS8_TILES, FLOAT16, E4M3,
+    SUPER_BYTES, SUPER_NIBBLES
+};
 
 /* e^x for x <= 0, within two units in the last place; very small results become 0. */
 static inline float exponential(float x)

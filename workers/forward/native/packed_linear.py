@@ -215,6 +215,7 @@ class PackedMatrix:
         matrix, order, table = self.matrix, grouping.order, grouping.table
         matrix.group, matrix.scale_kind = grouping.group, grouping.scale_kind
         matrix.offset, matrix.zero = grouping.offset, grouping.zero
+        matrix.super, matrix.planes, matrix.less = grouping.super_groups, grouping.planes, grouping.less
         if order is not None:
             self.vectors.append(order)
             matrix.order = order.data_ptr()

@@ -24,8 +24,11 @@ typedef struct {
     const float *scale; /* [blocks * COLUMNS] for INT8 and INT8_TILES */
     const float *bias;  /* [blocks * COLUMNS], or none */
     int64_t group;      /* inputs of a group; a multiple of 8 for values of 4 bits and on tiles */
-    int64_t scale_kind; /* FLOAT16, BFLOAT16 or FLOAT32: the kind of scales, zeros and minima */
+    int64_t scale_kind; /* FLOAT16, BFLOAT16, FLOAT32, SUPER_BYTES or SUPER_NIBBLES: the kind of scales, zeros and minima */
     int64_t offset;
+    int64_t super;      /* SUPER_BYTES, SUPER_NIBBLES: groups of a super-block, else 0 */
+    int64_t planes;     /* how the bits of values are divided */
+    int64_t less;       /* what is subtracted from values of 8 bits once they are unpacked */
     float zero;             /* NO_OFFSET: that of all groups */
     const int32_t *order;   /* [inputs] which input of a row belongs to each weight, or none if they are in order */
     const float *table;     /* [16] GROUPS_TABLE: the numbers that the values choose from */
@@ -38,6 +41,10 @@ static inline int has_groups(const Matrix *matrix)
 
 /* What a group has beside its scale. A weight is scale * (value - zero), or scale * value + minimum. */
 enum { NO_OFFSET, ZERO, MINIMUM };
+
+/* How the bits of values are divided in memory: not at all, or into a plane of low bits and one of the bits above; see
+   packed_groups.h. PLANES_2 and PLANES_2_1 are for values of 4 bits, the others for those of 8. */
+enum { WHOLE, PLANES_2, PLANES_2_1, PLANES_4_1, PLANES_4_2 };
 
 typedef enum { STORE, ADD, GATE, ROUND } After;
 

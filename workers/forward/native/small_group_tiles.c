@@ -70,11 +70,14 @@ static void widen(const uint32_t *words, int64_t group, uint16_t (*to)[OUTPUTS][
 
 static void fill(const Matrix *matrix, int64_t block, int64_t number, Group *group)
 {
-    const int64_t before = head_bytes(matrix), bytes = group_bytes(matrix);
-    const char *at = group_at(matrix, block, number);
-    for (int64_t line = 0; line < bytes; line += LINE) __builtin_prefetch(at + AHEAD + line, 0, 3);
-    group->number = number, group->head = head_of(matrix, at);
-    widen((const uint32_t *)(at + before), matrix->group, group->wide);
+    const int64_t bytes = group_bytes(matrix);
+    const Place place = place_of(matrix, block, number);
+    const char *values = place.group + head_bytes(matrix);
+    char unpacked[MOST_UNPACKED] ALIGNED;
+    for (int64_t line = 0; line < bytes; line += LINE) __builtin_prefetch(place.group + AHEAD + line, 0, 3);
+    group->number = number, group->head = head_of(matrix, &place, 0);
+    if (matrix->planes) pilotfish_unpack_planes(matrix, values, unpacked), values = unpacked;
+    widen((const uint32_t *)values, matrix->group, group->wide);
 }
 
 /* Apply the scales of the pending part's group to TOGETHER of its rows. */

@@ -201,13 +201,16 @@ INLINE void multiply_rows(const Matrix *matrix, const SplitGroups *input, const 
     const int64_t group = matrix->group, groups = groups_of(matrix), bytes = group_bytes(matrix), before = head_bytes(matrix);
     const int pairs = kind == GROUPS4_TILES ? WORD / 2 : WORD / 4; /* of inputs, in a line */
     const int parts = rows == 1 ? pairs : rows <= 4 ? 2 : 1;       /* of a sum, so that products of few rows need not wait */
-    const char *at = group_at(matrix, block, 0);
+    Place place = place_of(matrix, block, 0);
+    char unpacked[MOST_UNPACKED] __attribute__((aligned(LINE)));
+    Head units;
     Vector total[VECTOR_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = (Vector){0};
-    for (int64_t g = 0; g < groups; g++, at += bytes) {
+    for (int64_t g = 0; g < groups; g++, move_to_next(matrix, bytes, &place)) {
         const int8_t *x = input->numbers + 2 * group * (g * input->rows + first);
-        const char *lines = at + before;
+        const char *lines = place.group + before;
+        if (matrix->planes) pilotfish_unpack_planes(matrix, lines, unpacked), lines = unpacked;
         __m512i sum[VECTOR_ROWS][2][MOST_PARTS];
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
@@ -228,8 +231,9 @@ INLINE void multiply_rows(const Matrix *matrix, const SplitGroups *input, const 
                 }
             }
         }
-        for (int64_t line = 0; line < before; line += LINE) __builtin_prefetch(at + AHEAD + line, 0, 3);
-        const Head head = head_of(matrix, at);
+        for (int64_t line = 0; line < before; line += LINE) __builtin_prefetch(place.group + AHEAD + line, 0, 3);
+        if (matrix->super && place.left == matrix->super) units = units_of(matrix, place.units);
+        const Head head = matrix->super ? head_of_integers(matrix, place.group, &units) : head_of_numbers(matrix, place.group);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             const int64_t own = (first + r) * groups + g;

@@ -20,17 +20,22 @@ class Matrix(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("kind", "inputs", "outputs", "blocks")),
         *((name, ctypes.c_void_p) for name in ("weights", "scale", "bias")),
-        *((name, ctypes.c_int64) for name in ("group", "scale_kind", "offset")),
+        *((name, ctypes.c_int64) for name in ("group", "scale_kind", "offset", "super", "planes", "less")),
         ("zero", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("order", "table")),
     ]
+
+
+QKV_PARTS = 3
+"""Most matrices that the queries, keys and values of a layer are packed as."""
 
 
 class DecoderLayer(ctypes.Structure):
     """The weights of one decoder layer, and its part of the KV pool."""
 
     _fields_ = [
-        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        ("qkv", Matrix * QKV_PARTS),
+        *((name, Matrix) for name in ("out", "gate_up", "down")),
         *((f"{name}_norm", ctypes.c_void_p) for name in ("input", "post", "query", "key")),
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *((name, ctypes.c_int64) for name in ("table", "window", "sinks")),

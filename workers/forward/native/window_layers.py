@@ -15,7 +15,7 @@ import torch
 from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import PackedMatrix, gate_up, kernel_layout
-from workers.forward.native.structures import Decoder, DecoderLayer, WorkBuffers
+from workers.forward.native.structures import QKV_PARTS, Decoder, DecoderLayer, Matrix, WorkBuffers
 from workers.forward.weights.choice import stored_as
 
 _LEAST_ANGLES = 1024
@@ -141,12 +141,13 @@ class WindowLayers:
     def _packed(self, layer: LayerWeights, library: ctypes.CDLL) -> DecoderLayer:
         layout = kernel_layout(library)
         stored = (stored_as(one, self._dtype) for one in (layer.qkv, layer.out, layer.gate, layer.up, layer.down))
-        qkv, out, gate, up, down = stored
-        sources = (qkv, out, gate_up(gate, up, layout.columns), down)
+        first, out, gate, up, down = stored
+        sources = (first, out, gate_up(gate, up, layout.columns), down)
         matrices = [PackedMatrix(one, None, layout) for one in sources]
         norms = [norm.detach().float().clone() for norm in (layer.input_norm, layer.post_norm)]
         self._kept += [*matrices, *norms]
-        return DecoderLayer(*(packed.matrix for packed in matrices), *(norm.data_ptr() for norm in norms))
+        qkv, *others = (packed.matrix for packed in matrices)
+        return DecoderLayer((Matrix * QKV_PARTS)(qkv), *others, *(norm.data_ptr() for norm in norms))
 
     def _extend_angles(self, length: int) -> None:
         """Extend the rotary cosines and sines, float32 `[positions, head width]`, to at least `length` positions."""

@@ -45,6 +45,24 @@ class Kind(IntEnum):
     """GROUPS8 in the order of tile registers and VNNI, multiplied as integers."""
     FLOAT16 = 10
     """A kind of scales alone."""
+    SUPER_BYTES = 12
+    """A kind of scales alone: bytes that a float16 unit of a super-block is multiplied with."""
+    SUPER_NIBBLES = 13
+    """The same with halves of bytes: a scale and a minimum in each byte."""
+
+
+class Planes(IntEnum):
+    """How the bits of values are divided in memory; as in native/products.h."""
+
+    WHOLE = 0
+    PLANES_2 = 1
+    """Two bits of values that are unpacked to 4."""
+    PLANES_2_1 = 2
+    """Two bits, then one bit, of values that are unpacked to 4."""
+    PLANES_4_1 = 3
+    """Four bits, then one bit, of values that are unpacked to 8."""
+    PLANES_4_2 = 4
+    """Four bits, then two bits, of values that are unpacked to 8."""
 
 
 class Offset(IntEnum):
@@ -72,6 +90,11 @@ class Grouping:
     """int32 `[in]`: which input of a row belongs to each weight; `None` if they are in order."""
     table: torch.Tensor | None = None
     """float32 `[16]`: what values choose from, for `Kind.GROUPS_TABLE`."""
+    super_groups: int = 0
+    """Groups of a super-block, whose scales are multiplied with its unit; 0 without super-blocks."""
+    planes: Planes = Planes.WHOLE
+    less: int = 0
+    """What is subtracted from unpacked values of 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +181,30 @@ class Storage(Protocol):
 
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
         """The matrix as the CPU kernels read it, its weight in a tensor from `take`."""
+
+
+def grows_if_joined(storages: Sequence[Storage]) -> bool:
+    """Whether matrices of the same inputs, none of them plain numbers, take more bytes as one than apart."""
+    if not all(one.is_widened for one in storages):
+        return False
+    first, *others = (one.take_outputs(slice(0, 1)) for one in storages)
+    return first.joined(others).nbytes > first.nbytes + sum(one.nbytes for one in others)
+
+
+def joined_runs(storages: Sequence[Storage]) -> list[Storage]:
+    """The outputs of all, in their order, in as few matrices as keep each at its own bits.
+
+    All are in one matrix if some are plain numbers: products of the same inputs then have one type.
+    """
+    if not all(one.is_widened for one in storages):
+        return [storages[0].joined(storages[1:])]
+    runs: list[list[Storage]] = [[storages[0]]]
+    for one in storages[1:]:
+        if grows_if_joined([*runs[-1], one]):
+            runs.append([one])
+        else:
+            runs[-1].append(one)
+    return [run[0].joined(run[1:]) if len(run) > 1 else run[0] for run in runs]
 
 
 def taken_rows(values: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,15 @@ from typing import Any
 import torch
 
 from workers.forward.weights.base import Offset, Storage
-from workers.forward.weights.groups import GroupStorage, pairs
+from workers.forward.weights.block_quants import Q2_K, Q3_K, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, block_quant
+from workers.forward.weights.groups import Grouped, GroupStorage, pairs
 from workers.forward.weights.plain import PlainStorage
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PER_OUTPUT = ("weight", "values", "scale", "offsets")
+_PER_OUTPUT = (
+    *("weight", "values", "scale", "offsets"),
+    *("low", "high", "minimum", "scale_unit", "minimum_unit"),
+)
 """The tensors of a storage that have a row for each output."""
 _Blocks = torch.Tensor
 """uint8 `[out, blocks, bytes of a block]`."""
@@ -59,14 +63,20 @@ def joined_storage(parts: Iterable[Storage], outputs: int) -> Storage:
     return found
 
 
-def stored_nbytes(name: str, raw_bytes: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the numbers that `gguf_storage` keeps of a matrix that has `raw_bytes` in its file.
+def stored_nbytes(name: str, raw_bytes: int, dtype: torch.dtype | None = None, *, on_gpu: bool = False) -> int:
+    """Bytes of the numbers that `gguf_storage` keeps of a matrix that has `raw_bytes` in its file, or a GPU of them.
 
-    They differ from the file's for types of 2 and 3 bits, which are kept in 4, and of 5 and 6 bits, which are kept in
-    8. Raises `ValueError` for a type that is not read.
+    They differ little from the file's for k-quants, whose scales are kept in bytes. Raises `ValueError` for a type that
+    is not read.
     """
     size = _PLAIN[name].itemsize if name in _PLAIN else _READERS[name][0] if name in _READERS else 1
-    return raw_bytes // size * gguf_storage(name, torch.zeros(1, size, dtype=torch.uint8), dtype).nbytes
+    block = gguf_storage(name, torch.zeros(1, size, dtype=torch.uint8), dtype)
+    return raw_bytes // size * (on_a_gpu(block) if on_gpu else block).nbytes
+
+
+def on_a_gpu(storage: Storage) -> Storage:
+    """The storage whose numbers a GPU has of a matrix: k-quants have 4 or 8 bits and float32 scales there."""
+    return storage.grouped() if isinstance(storage, Grouped) else storage
 
 
 def _split(values: torch.Tensor, *sizes: int) -> torch.Tensor:
@@ -101,12 +111,12 @@ def _fifth_bits(bits: torch.Tensor) -> torch.Tensor:
 
 def _q5_0(blocks: _Blocks) -> Storage:
     values = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return GroupStorage(values.flatten(1).view(torch.int8) - 16, _halves(blocks, 0), 8)
+    return block_quant(Q5_0, values.flatten(1), _halves(blocks, 0), None)
 
 
 def _q5_1(blocks: _Blocks) -> Storage:
     values = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return GroupStorage(values.flatten(1).view(torch.int8), _halves(blocks, 0), 8, Offset.MINIMUM, _halves(blocks, 2))
+    return block_quant(Q5_1, values.flatten(1), _halves(blocks, 0), _halves(blocks, 2))
 
 
 def _q8_0(blocks: _Blocks) -> Storage:
@@ -114,43 +124,32 @@ def _q8_0(blocks: _Blocks) -> Storage:
 
 
 def _scales_and_minima(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """12 bytes `[…, 12]` → eight scales and eight minima of 6 bits, float32 `[…, 8]`."""
+    """12 bytes `[out, blocks, 12]` → eight scales and eight minima of 6 bits in each block, int8 `[out, groups]`."""
     low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat([low & 63, (high & 15) | ((low >> 2) & 48)], dim=-1)
     minima = torch.cat([middle & 63, (high >> 4) | ((middle >> 2) & 48)], dim=-1)
-    return scales.float(), minima.float()
-
-
-def _k_groups(blocks: _Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minima of the groups of Q4_K and Q5_K, float32 `[out, groups]`."""
-    scales, minima = _scales_and_minima(blocks[..., 4:16])
-    scale = _halves(blocks, 0).float()[..., None] * scales
-    minimum = _halves(blocks, 2).float()[..., None] * -minima
-    return scale.flatten(1), minimum.flatten(1)
+    return scales.flatten(1).view(torch.int8), minima.flatten(1).view(torch.int8)
 
 
 def _q4_k(blocks: _Blocks) -> Storage:
-    scale, minimum = _k_groups(blocks)
-    values = _nibbles(_split(blocks[..., 16:], 4, 32))  # [out, blocks, 4, 64]
-    return GroupStorage(pairs(values), scale, 4, Offset.MINIMUM, minimum)
+    values = _nibbles(_split(blocks[..., 16:], 4, 32)).flatten(1)  # of [out, blocks, 4, 64]
+    return block_quant(Q4_K, values, *_scales_and_minima(blocks[..., 4:16]), _halves(blocks, 0), _halves(blocks, 2))
 
 
 def _q5_k(blocks: _Blocks) -> Storage:
-    scale, minimum = _k_groups(blocks)
     values = _split(_nibbles(_split(blocks[..., 48:], 4, 32)), 8, 32)
     fifth = (blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1  # [out, blocks, 8, 32]
-    values = (values | fifth << 4).flatten(1).view(torch.int8)
-    return GroupStorage(values, scale, 8, Offset.MINIMUM, minimum)
+    values = (values | fifth << 4).flatten(1)
+    return block_quant(Q5_K, values, *_scales_and_minima(blocks[..., 4:16]), _halves(blocks, 0), _halves(blocks, 2))
 
 
 def _q6_k(blocks: _Blocks) -> Storage:
     low = _nibbles(_split(blocks[..., :128], 2, 64))  # [out, blocks, 2, 128]
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = (_split(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3  # [out, blocks, 2, 4, 32]
-    values = (low | high.flatten(3) << 4).flatten(1).view(torch.int8) - 32
-    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    scale = _halves(blocks, 208).float()[..., None] * scales
-    return GroupStorage(values, scale.flatten(1), 8)
+    values = (low | high.flatten(3) << 4).flatten(1)
+    scales = blocks[..., 192:208].flatten(1).view(torch.int8)
+    return block_quant(Q6_K, values, scales, None, _halves(blocks, 208))
 
 
 def _two_bits(packed: torch.Tensor) -> torch.Tensor:
@@ -162,20 +161,17 @@ def _two_bits(packed: torch.Tensor) -> torch.Tensor:
 
 def _q3_k(blocks: _Blocks) -> Storage:
     masks = (blocks[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1  # [out, blocks, 8, 32]
-    values = _two_bits(blocks[..., 32:96]).flatten(2, 3) | masks << 2
+    values = (_two_bits(blocks[..., 32:96]).flatten(2, 3) | masks << 2).flatten(1)
     low = torch.cat([blocks[..., 96:104] & 15, blocks[..., 96:104] >> 4], dim=-1)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = ((blocks[..., None, 104:108] >> shifts) & 3).flatten(2)
-    scales = (low | high << 4).float() - 32.0
-    scale = _halves(blocks, 108).float()[..., None] * scales
-    return GroupStorage(pairs(values), scale.flatten(1), 4, zero=4.0)
+    scales = (low | high << 4).flatten(1).view(torch.int8) - 32
+    return block_quant(Q3_K, values, scales, None, _halves(blocks, 108))
 
 
 def _q2_k(blocks: _Blocks) -> Storage:
-    values = pairs(_two_bits(blocks[..., 16:80]))
-    scale = _halves(blocks, 80).float()[..., None] * (blocks[..., :16] & 15).float()
-    minimum = _halves(blocks, 82).float()[..., None] * -(blocks[..., :16] >> 4).float()
-    return GroupStorage(values, scale.flatten(1), 4, Offset.MINIMUM, minimum.flatten(1))
+    values, scales = _two_bits(blocks[..., 16:80]).flatten(1), blocks[..., :16].flatten(1)
+    return block_quant(Q2_K, values, scales, None, _halves(blocks, 80), _halves(blocks, 82))
 
 
 _READERS: dict[str, tuple[int, Callable[[_Blocks], Storage]]] = {

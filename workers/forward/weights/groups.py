@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -44,6 +45,14 @@ _WORD = 8
 """Values of 4 bits in a word."""
 E2M1 = (*(own := (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)), *(-value for value in own))
 """The 4-bit floats of MXFP4, in the order of their bits."""
+
+
+@runtime_checkable
+class Grouped(Protocol):
+    """A storage whose weights are in groups, which it holds in other numbers."""
+
+    def grouped(self) -> GroupStorage:
+        """The same weights, bit for bit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,6 +167,7 @@ class GroupStorage:
         )
 
     def joined(self, others: Sequence[Storage]) -> Storage:
+        others = [one.grouped() if isinstance(one, Grouped) else one for one in others]
         same = [one for one in others if isinstance(one, GroupStorage) and self._is_like(one)]
         if len(same) < len(others):
             return _joined_as_widest(self, others)
@@ -184,7 +194,7 @@ class GroupStorage:
         if chunk is None:
             raise NoGpuProduct(f"groups of {self.group} inputs; their size must be a multiple of 16 that fits steps")
         words = torch.cat(
-            [pack_words(_unsigned(self.take_outputs(span)), self.bits, chunk) for span in _spans(self.outputs, BLOCK)]
+            [pack_words(_unsigned(self.take_outputs(span)), self.bits, chunk) for span in spans(self.outputs, BLOCK)]
         )
         step = step_inputs(values, chunk)
         added = -16.0 if values is Values.INTEGERS4 else 0.0
@@ -220,24 +230,24 @@ class GroupStorage:
         raise NoGpuProduct("values that choose from a table of 16 numbers, which are not those of 4-bit floats (E2M1)")
 
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
-        columns, kind = layout.columns, self._packed_kind(layout)
+        columns, kind = layout.columns, self.packed_kind(layout)
         size = _padded_group(self, whole_words=kind not in (Kind.GROUPS8, Kind.GROUPS_E4M3))
         scales = self.scale.itemsize * (1 if self.offsets is None else 2)
         each = columns * (scales + size * self.bits // 8)  # bytes of a group of all columns
         packed = take((-(-self.outputs // columns), self.scale.shape[1], each), torch.uint8)
-        for span in _spans(self.outputs, columns):
+        for span in spans(self.outputs, columns):
             own = packed[span.start // columns : span.stop // columns]
-            torch.cat(self.take_outputs(span)._block_pieces(kind, size, columns), dim=2, out=own)
+            torch.cat(self.take_outputs(span).block_pieces(kind, size, columns), dim=2, out=own)
         order = None if self.order is None else self.order.to(torch.int32).contiguous()
         grouping = Grouping(size, _SCALES[self.scale.dtype], self.offset, self.zero, order, self.table)
         return Blocks(kind, packed, None, grouping)
 
-    def _block_pieces(self, kind: Kind, size: int, columns: int) -> list[torch.Tensor]:
+    def block_pieces(self, kind: Kind, size: int, columns: int) -> list[torch.Tensor]:
         """What each group of `size` inputs has in its blocks: scales, offsets, values; uint8 `[blocks, groups, …]`."""
         groups = self.scale.shape[1]
-        parts = [_by_block(self.scale, columns)]  # [blocks, groups, columns]
+        parts = [by_block(self.scale, columns)]  # [blocks, groups, columns]
         if self.offsets is not None:
-            parts.append(_by_block(self.offsets, columns))
+            parts.append(by_block(self.offsets, columns))
         values = self.values
         if self.group != size:  # only a single group may be padded
             values = torch.nn.functional.pad(values, (0, (size - self.group) // (2 if self.bits == 4 else 1)))
@@ -251,7 +261,7 @@ class GroupStorage:
         parts.append(blocks)  # [blocks, groups, 32-bit words or bytes of a group, columns]
         return [part.contiguous().view(torch.uint8).reshape(len(part), groups, -1) for part in parts]
 
-    def _packed_kind(self, layout: KernelLayout) -> Kind:
+    def packed_kind(self, layout: KernelLayout) -> Kind:
         """How the CPU kernels read the packed values."""
         as_integers = {Kind.GROUPS4: Kind.GROUPS4_TILES, Kind.GROUPS8: Kind.GROUPS8_TILES}.get(self.kind)
         whole = self.scale.shape[1] == 1 or self.group % _WORD == 0  # a single group is padded
@@ -264,7 +274,7 @@ class GroupStorage:
 class GroupKernel:
     """Products by torch's operators, with weights that are widened slice by slice."""
 
-    storage: GroupStorage
+    storage: Storage
     bias: torch.Tensor | None
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -278,7 +288,7 @@ class GroupKernel:
         return product.view(*x.shape[:-1], -1)
 
 
-def _spans(outputs: int, block: int) -> Iterator[slice]:
+def spans(outputs: int, block: int) -> Iterator[slice]:
     """Outputs in parts of whole blocks of `block` outputs, so that few are widened or packed at a time."""
     size = _SLICE_BLOCKS * block
     return (slice(first, first + size) for first in range(0, outputs, size))
@@ -309,7 +319,7 @@ def _padded_group(storage: GroupStorage, *, whole_words: bool) -> int:
     return size
 
 
-def _by_block(numbers: torch.Tensor, columns: int) -> torch.Tensor:
+def by_block(numbers: torch.Tensor, columns: int) -> torch.Tensor:
     """`[out, groups]` → `[blocks, groups, columns]`."""
     return pad_rows(numbers, columns).view(-1, columns, numbers.shape[1]).transpose(1, 2)
 

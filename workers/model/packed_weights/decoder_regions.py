@@ -12,13 +12,15 @@ import torch
 
 from workers.forward.native.decoder import PackedDecoder
 from workers.forward.native.decoder_shape import DecoderShape
-from workers.forward.native.structures import DecoderLayer, Matrix
+from workers.forward.native.structures import QKV_PARTS, DecoderLayer, Matrix
 from workers.model.packed_weights.region_file import padded_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_MATRICES = ("qkv", "out", "gate_up", "down")
+_MATRICES = ("out", "gate_up", "down")
 _NORMS = ("input_norm", "post_norm", "query_norm", "key_norm")
-_MATRIX_NUMBERS = ("kind", "inputs", "outputs", "blocks", "group", "scale_kind", "offset", "zero")
+_MATRIX_NUMBERS = (
+    *("kind", "inputs", "outputs", "blocks", "group", "scale_kind", "offset", "super", "planes", "less", "zero"),
+)
 _MATRIX_ADDRESSES = ("weights", "scale", "bias", "order", "table")
 _COMPARED_POSITIONS = 4096
 """Positions whose angles are compared at a time."""
@@ -70,6 +72,7 @@ def to_regions(packed: PackedDecoder, angles: RotaryAngles) -> tuple[dict[str, A
         "vocabulary": packed.vocabulary,
         "layers": [
             {
+                "qkv": [offsets.of_matrix(matrix) for matrix in layer.qkv if matrix.outputs],
                 **{name: offsets.of_matrix(getattr(layer, name)) for name in _MATRICES},
                 **{name: offsets.of(getattr(layer, name)) for name in _NORMS},
             }
@@ -94,6 +97,7 @@ def from_regions(content: dict[str, Any], memory: torch.Tensor) -> PackedDecoder
     places = _Places(memory)
     layers = (DecoderLayer * len(content["layers"]))()
     for layer, values in zip(layers, content["layers"], strict=True):
+        layer.qkv = (Matrix * QKV_PARTS)(*map(places.matrix, values["qkv"]))
         for name in _MATRICES:
             setattr(layer, name, places.matrix(values[name]))
         for name in _NORMS:

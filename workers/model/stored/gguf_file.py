@@ -15,7 +15,7 @@ import torch
 
 from cluster.core.errors import ModelLoadError
 from workers.forward.weights.base import CutRefused, Storage
-from workers.forward.weights.gguf import gguf_storage, joined_storage, stored_nbytes
+from workers.forward.weights.gguf import gguf_storage, joined_storage, on_a_gpu, stored_nbytes
 from workers.model.gguf_header import read_gguf
 from workers.model.stored.parts import Region, joined_sizes
 
@@ -142,16 +142,23 @@ class GgufFile:
         is_vector = len(self._required(parameter).shape) == 1
         return self.vector(parameter) if is_vector else self.matrix(parameter).dequantized().float()
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each tensor in memory, by the file's names, once matrices are packed. Raises `ModelLoadError`."""
-        sizes = {name: self._nbytes(tensor) for name, tensor in self._tensors.items()}
-        return joined_sizes(sizes, lambda name: self._zeros(self._tensors[name]))
+    def sizes(self, *, on_gpu: bool = False) -> dict[str, int]:
+        """Bytes of each tensor in memory, or in a GPU's, by the file's names, once matrices are packed.
 
-    def _nbytes(self, tensor: Any) -> int:
+        Raises `ModelLoadError`.
+        """
+
+        def sample(name: str) -> Storage:
+            found = self._zeros(self._tensors[name])
+            return on_a_gpu(found) if on_gpu else found
+
+        return joined_sizes({name: self._nbytes(tensor, on_gpu) for name, tensor in self._tensors.items()}, sample)
+
+    def _nbytes(self, tensor: Any, on_gpu: bool) -> int:
         if len(tensor.shape) < 2:
             return int(tensor.n_elements) * (self._dtype or torch.float32).itemsize
         try:
-            return stored_nbytes(tensor.tensor_type.name, int(tensor.n_bytes), self._dtype)
+            return stored_nbytes(tensor.tensor_type.name, int(tensor.n_bytes), self._dtype, on_gpu=on_gpu)
         except ValueError as error:
             raise ModelLoadError(f"GGUF file {str(self.path)!r}: tensor {tensor.name!r}: {error}") from error
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from workers.forward.weights.base import CutRefused, Storage
+from workers.forward.weights.base import CutRefused, Storage, grows_if_joined
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """Types of scales."""
@@ -150,8 +150,9 @@ def words(span: slice, bits: int) -> tuple[slice, slice]:
 def joined_sizes(sizes: Mapping[str, int], sample: Callable[[str], Storage]) -> dict[str, int]:
     """Bytes of matrices once those of the same inputs are packed as one, in place of the bytes of each alone.
 
-    Matrices of different types become one in wider numbers, whose bytes count for the first of them. `sample` returns a
-    few outputs of the matrix of a name. It is asked for one layer of those with the same sizes.
+    Gates and ups of different types become one in wider numbers, whose bytes count for the first of them; queries, keys
+    and values become one only with plain numbers among them. `sample` returns a few outputs of the matrix of a name. It
+    is asked for one layer of those with the same sizes.
     """
     found = dict(sizes)
     known: dict[tuple[int, ...], int] = {}
@@ -162,9 +163,16 @@ def joined_sizes(sizes: Mapping[str, int], sample: Callable[[str], Storage]) -> 
                 continue
             alone = tuple(sizes[one] for one in names)
             if alone not in known:
-                samples = [sample(one) for one in names]
-                joined = samples[0].joined(samples[1:])
-                outputs = sum(size * one.outputs // one.nbytes for size, one in zip(alone, samples, strict=True))
-                known[alone] = joined.nbytes * outputs // joined.outputs
+                known[alone] = _packed_bytes([sample(one) for one in names], alone)
             found |= dict.fromkeys(names, 0) | {name: known[alone]}
     return found
+
+
+def _packed_bytes(samples: Sequence[Storage], sizes: Sequence[int]) -> int:
+    """Bytes of matrices once they are packed, from some outputs of each, and from the bytes of each alone."""
+    is_gate_and_up = len(samples) == 2  # always one matrix
+    if not is_gate_and_up and grows_if_joined(samples):
+        return sum(sizes)
+    joined = samples[0].joined(samples[1:])
+    outputs = sum(size * one.outputs // one.nbytes for size, one in zip(sizes, samples, strict=True))
+    return joined.nbytes * outputs // joined.outputs

@@ -258,12 +258,12 @@ _TABLES = ("token_embd.weight", "embed_tokens.weight", "wte.weight")
 _HEADS = ("output.weight", "lm_head.weight")
 
 
-def stored_bytes(directory: Path, dtype: str, *, read_by_a_step: bool = False) -> int | None:
+def stored_bytes(directory: Path, dtype: str, *, read_by_a_step: bool = False, on_gpu: bool = False) -> int | None:
     """Bytes of a model's packed weights with `quantization: stored`; `None` for one that has no such weights.
 
-    Plain tensors are kept as `dtype`, and matrices of different types that are packed as one in wider numbers. With
-    `read_by_a_step`, an embedding that is not the head, too, is left out, because a step reads a few of its rows only.
-    Raises `ModelLoadError`.
+    Plain tensors are kept as `dtype`, and gates and ups of different types, which are packed as one, in wider numbers.
+    With `read_by_a_step`, an embedding that is not the head, too, is left out, because a step reads a few of its rows
+    only. `on_gpu`: k-quants take more there. Raises `ModelLoadError`.
     """
     plain: torch.dtype = getattr(torch, dtype)
     settings = quantization_of(directory)
@@ -272,7 +272,7 @@ def stored_bytes(directory: Path, dtype: str, *, read_by_a_step: bool = False) -
             return None
         sizes = QuantizedCheckpoint(directory, plain).sizes()
     elif (file := stored_file(directory)) is not None:
-        sizes = GgufFile(file, plain).sizes()
+        sizes = GgufFile(file, plain).sizes(on_gpu=on_gpu)
     else:
         return None
     has_head = any(name in _HEADS for name in sizes)

@@ -43,7 +43,17 @@ def test_dequantized_weights_are_those_of_gguf_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("Q4_0", 4.5), ("Q4_1", 5), ("Q8_0", 8.5), ("Q2_K", 8), ("Q3_K", 6), ("Q4_K", 6)]
+    ("name", "bits"),
+    [
+        ("Q4_0", 4.5),
+        ("Q4_1", 5),
+        ("Q8_0", 8.5),
+        ("Q2_K", 2.625),
+        ("Q3_K", 3.5625),
+        ("Q4_K", 4.625),
+        ("Q5_K", 5.625),
+        ("Q5_1", 6),
+    ],
 )
 def test_weights_stay_small(name: str, bits: float) -> None:
     found = gguf_storage(name, torch.from_numpy(drawn(name)))

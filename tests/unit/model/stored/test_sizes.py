@@ -18,11 +18,13 @@ from deploy.bench.measuring.costs import configuration_cost
 from deploy.placement import Resources, plan
 from tests.bench.machine import weight_bytes
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.engines.stored_model import load
+from tests.support.engines.stored_model import check_kept, load
 from tests.support.models import quantized, stored_gguf, tiny
 from tests.support.slow import slow_but
 from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES, FEW, write
 from workers.forward.native.decoder import NativeDecoder
+from workers.forward.weights.base import grows_if_joined
+from workers.forward.weights.gguf import on_a_gpu
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
@@ -37,7 +39,10 @@ TYPES = {"embed_tokens": "Q8_0", "lm_head": "F16", "v_proj": "Q5_1", "up_proj": 
 
 
 def held(source: Path, directory: Path) -> int:
-    """Bytes of the weights of a model that was loaded from `source`, with projections joined as they are packed."""
+    """Bytes of the weights of a model that was loaded from `source`, with projections joined as they are packed.
+
+    Queries, keys and values of different types are not.
+    """
     config = AutoConfig.from_pretrained(directory)
     module: Any = load_stored(
         lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), source, torch.bfloat16, Share(0, 1)
@@ -48,7 +53,7 @@ def held(source: Path, directory: Path) -> int:
         for words in SIBLINGS:
             parts = [getattr(parent, word, None) for word in words]
             storages = [part.storage for part in parts if isinstance(part, StoredLinear)]
-            if len(storages) == len(words):
+            if len(storages) == len(words) and not (len(words) == 3 and grows_if_joined(storages)):
                 joined += storages[0].joined(storages[1:]).nbytes - sum(one.nbytes for one in storages)
     tensors = {id(layer.storage): layer.storage.nbytes for layer in kept}
     biases = [layer.bias for layer in kept if isinstance(layer, StoredLinear) and layer.bias is not None]
@@ -98,6 +103,46 @@ def test_packed_weights_take_what_is_counted(tied: bool, tmp_path: Path) -> None
     assert native.packed.embedding is None
     packed = sum(part.nbytes for part in native.packed.memory)
     assert stored_bytes(directory, "bfloat16") == pytest.approx(packed, rel=0.02)
+
+
+Q4_K_M = {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
+"""The types of a file of that name beside Q4_K."""
+
+
+def k_quants(folder: Path) -> tuple[Path, int]:
+    """The directory of a model that is stored as Q4_K_M, and the bytes of its tensors in the file."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = tiny.llama(**sizes, head_dim=64, tie_word_embeddings=True)
+    directory, _ = stored_gguf.convert(folder, "llama", config, Q4_K_M, default="Q4_K")
+    return directory, sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(folder / "model.gguf").tensors)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_k_quants_take_a_twentieth_more_than_their_file(tmp_path: Path) -> None:
+    """Queries and keys are one matrix; values, of another type, are one of their own, also in kept weights."""
+    directory, file_bytes = k_quants(tmp_path)
+    values = {"path": str(directory), "device": "cpu", "compile": "off", "quantization": "stored"}
+    values |= {"dtype": "bfloat16", "compile_directory": str(tmp_path / "code")}
+    native = check_kept(TargetSection.model_validate(values)).native
+    assert isinstance(native, NativeDecoder)
+    assert [matrix.outputs for matrix in native.packed.layers[0].qkv] == [384, 128, 0]
+    packed = sum(part.nbytes for part in native.packed.memory)
+    assert packed <= 1.05 * file_bytes
+    assert stored_bytes(directory, "bfloat16") == pytest.approx(packed, rel=0.02)
+
+
+def test_a_gpu_takes_more_for_k_quants(tmp_path: Path) -> None:
+    directory, _ = k_quants(tmp_path)
+    config = AutoConfig.from_pretrained(directory)
+    module: Any = load_stored(
+        lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
+        *(tmp_path / "model.gguf", torch.bfloat16, Share(0, 1)),
+    )
+    matrices = {id(one.storage): one.storage for one in module.modules() if isinstance(one, StoredLinear)}
+    held = sum(on_a_gpu(storage).nbytes for storage in matrices.values()) + sum(
+        one.nbytes for one in module.parameters()
+    )
+    assert stored_bytes(directory, "bfloat16", on_gpu=True) == held > (stored_bytes(directory, "bfloat16") or 0)
 
 
 def test_plain_weights_are_not_stored_ones(plain: Path) -> None:
