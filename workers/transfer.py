@@ -76,6 +76,24 @@ def joined(arrays: Sequence[StepArray], device: torch.device) -> torch.Tensor:
     return whole
 
 
+def on_host(numbers: IntegerArray, device: torch.device) -> torch.Tensor:
+    """The numbers on the host, from where they are copied to `device` without a wait."""
+    if device.type != "cuda":
+        return torch.as_tensor(numbers)
+    whole = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
+    whole.numpy()[:] = numbers
+    return whole
+
+
+def parts_of(numbers: IntegerArray, arrays: Sequence[StepArray]) -> list[StepArray]:
+    """The parts of `joined` arrays, as `split_together` returns them, on the host: each is a view of `numbers`."""
+    held = numbers.view(np.uint8)
+    return [
+        held[begin:end].view(array.dtype).reshape(array.shape)
+        for (begin, end), array in zip(_spans(arrays), arrays, strict=True)
+    ]
+
+
 def words_together(arrays: Sequence[StepArray]) -> int:
     """Numbers of 64 bits that the arrays take in one piece."""
     return _words_in(_spans(arrays))

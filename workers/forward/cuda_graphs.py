@@ -37,7 +37,7 @@ from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.recurrence.plan import RecurrenceBuffers, RecurrenceColumns, RecurrencePlan, recurrence_columns
 from workers.ranks import AnotherRankFailed, least_of_all_ranks, try_together
-from workers.transfer import IntegerArray, StepArray, joined, split_together, words_together
+from workers.transfer import IntegerArray, StepArray, on_host, parts_of, split_together, words_together
 
 logger = logging.getLogger(__name__)
 
@@ -296,15 +296,25 @@ class PackedBuffers:
     """The inputs of one graph size, for a backend that packs rows: what it plans of every step is copied into them.
 
     Behind the step's own tokens, rows and tiles there is padding. Padding tokens are stored in the scratch block, which
-    no sequence holds, and attend to nothing.
+    no sequence holds, and attend to nothing. The host keeps its copy of the inputs: a step writes over the step before
+    it, and pads what that had more.
     """
 
     def __init__(self, size: GraphSize, backend: AttentionBackend[Any], device: torch.device) -> None:
         self.size = size
         self._backend = backend
-        arrays, self._metadata = self._planned((), (), (), ())
-        self._numbers = torch.zeros(words_together(arrays), dtype=torch.int64, device=device)
-        tokens, positions, self.selected, *self._parts = split_together(self._numbers, arrays)
+        planned = backend.plan_packed((), size)
+        self._metadata = planned.metadata
+        lengths = (size.tokens, size.tokens, size.selected)
+        padding: list[StepArray] = [*(np.zeros(length, dtype=np.int64) for length in lengths), *planned.arrays]
+        self._padding = [int(array.flat[0]) if array.size else 0 for array in padding]
+        """What each part of the inputs has where it is padding."""
+        self._host: IntegerArray = np.zeros(words_together(padding), dtype=np.int64)
+        self._written = parts_of(self._host, padding)
+        """What the last step has written of each part; before the first one, all of it."""
+        self._host_parts = list(self._written)
+        self._numbers = torch.zeros(len(self._host), dtype=torch.int64, device=device)
+        tokens, positions, self.selected, *self._parts = split_together(self._numbers, padding)
         self.tokens, self.positions = tokens[None], positions[None]
         """`[1, tokens]`, `[1, tokens]`; `selected` is `[selected]`."""
         self.recurrence = RecurrenceBuffers(size.rows, size.tokens, device)
@@ -318,25 +328,16 @@ class PackedBuffers:
         selected: Sequence[int],
     ) -> None:
         """Copy a step that fits into the buffers, in one piece. The host does not wait for the copy."""
-        arrays, _ = self._planned(rows, tokens, positions, selected)
+        arrays = (tokens, positions, selected, *self._backend.plan_packed(rows, self.size).arrays)
+        for index, (array, padding) in enumerate(zip(arrays, self._padding, strict=True)):
+            self._written[index].fill(padding)
+            part = self._host_parts[index]
+            own = part[: len(array)] if part.ndim == 1 else part[tuple(map(slice, np.shape(array)))]
+            own[...] = array
+            self._written[index] = own
         # torch does not reuse pinned memory before the copy has finished.
-        self._numbers.copy_(joined(arrays, self._numbers.device), non_blocking=True)
+        self._numbers.copy_(on_host(self._host, self._numbers.device), non_blocking=True)
 
     def metadata(self) -> Any:
         """The backend's metadata of what is in the buffers."""
         return self._metadata(self._parts)
-
-    def _planned(
-        self,
-        rows: Sequence[RowShape],
-        tokens: Sequence[int],
-        positions: Sequence[int] | IntegerArray,
-        selected: Sequence[int],
-    ) -> tuple[list[StepArray], Any]:
-        planned, size = self._backend.plan_packed(rows, self.size), self.size
-        inputs: list[StepArray] = [
-            np.zeros(length, dtype=np.int64) for length in (size.tokens, size.tokens, size.selected)
-        ]
-        for array, values in zip(inputs, (tokens, positions, selected), strict=True):
-            array[: len(values)] = values
-        return [*inputs, *planned.arrays], planned.metadata

@@ -110,10 +110,12 @@ def smallest_graph(
     """The first of `sizes`, in ascending order, that these rows fit with `selected` logits; `None` if they fit none."""
     widths = [row.width for row in rows]
     queries, tokens = max(widths), sum(widths)
-    blocks = max(-(-row.end // block_size) for row in rows)
-    narrow = sum(width for width in widths if width <= WORD)
-    if any(row.tree and row.width > WORD for row in rows):
-        return None
+    blocks = -(-max([row.stored_len + width for row, width in zip(rows, widths, strict=True)]) // block_size)
+    narrow = tokens
+    if queries > WORD:
+        narrow = sum(width for width in widths if width <= WORD)
+        if any(row.tree and width > WORD for row, width in zip(rows, widths, strict=True)):
+            return None
     for size in sizes:
         if (
             len(rows) <= size.rows

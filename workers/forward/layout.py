@@ -113,33 +113,37 @@ class StepColumns:
         """`[nodes, words]`: each node and its ancestors as bits; see `TreeColumns.ancestors`."""
         return self.trees.ancestors()
 
-    @property
+    @cached_property
     def base_lens(self) -> IntegerArray:
         """`[rows]`: length of the sequence after the committed tokens of this step."""
         return self.stored + self.fresh
 
-    @property
+    @cached_property
     def ends(self) -> IntegerArray:
         """`[rows]`: number of slots in use after this step."""
         return self.stored + self.widths
 
-    def flat_slots(self, table: int, size: int) -> IntegerArray:
-        """`[tokens]`: where a block table with blocks of `size` tokens stores each token: block * size + offset."""
+    def flat_slots(self, tables: int, size: int) -> IntegerArray:
+        """`[tables, tokens]`: where each block table stores each token: block * `size` + offset in the block."""
         begins, ends = self.stored // size, -(-self.ends // size)
-        spans = zip(self._rows, begins.tolist(), ends.tolist(), strict=True)
+        spans = list(zip(self._rows, begins.tolist(), ends.tolist(), strict=True))
         counts = ends - begins
-        written = chain.from_iterable(row.blocks[table][begin:end] for row, begin, end in spans)
-        blocks = np.fromiter(written, dtype=np.int64, count=int(counts.sum()))
+        written = chain.from_iterable(
+            row.blocks[table][begin:end] for table in range(tables) for row, begin, end in spans
+        )
+        blocks = np.fromiter(written, dtype=np.int64, count=tables * int(counts.sum())).reshape(tables, -1)
         shifts = np.cumsum(counts) - counts - begins  # from a block's number in its row to its place in `blocks`
-        slots: IntegerArray = blocks[self.stored_at // size + shifts[self.rows]] * size + self.stored_at % size
+        slots: IntegerArray = blocks[:, self.stored_at // size + shifts[self.rows]] * size + self.stored_at % size
         return slots
 
     def blocks_read(self, window: AttentionWindow, size: int) -> tuple[IntegerArray, IntegerArray, IntegerArray]:
         """`blocks_read` of all rows, `[rows]` each."""
-        first = np.zeros_like(self.stored)
-        if window.size is not None:
-            first = np.maximum(0, self.stored - window.size + 1) // size
-        return np.minimum(first, -(-window.sinks // size)), first, -(-self.ends // size)
+        ends = -(-self.ends // size)
+        if window.size is None:
+            none = np.zeros_like(ends)
+            return none, none, ends
+        first = np.maximum(0, self.stored - window.size + 1) // size
+        return np.minimum(first, -(-window.sinks // size)), first, ends
 
 
 def slots_of(blocks: Sequence[BlockId], start: int, end: int, size: int) -> list[int]:

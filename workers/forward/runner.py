@@ -327,7 +327,7 @@ class ModelRunner:
         """
         if row.uncommitted:
             raise ValueError(f"a row after {row.uncommitted} uncommitted positions cannot be committed")
-        if any(node != depth for depth, node in enumerate(nodes)):
+        if nodes and nodes[-1] >= len(nodes):  # nodes ascend along a path: these are not the first ones
             self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
         tokens = (*row.tokens, *(row.tree.tokens[node] for node in nodes))
         if self._pool.states is None:

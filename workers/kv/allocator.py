@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
-from workers.kv.block_table import OUT_OF_WINDOW, BlockTable, Prefix, PrefixQuery, PrefixSearch
+from workers.kv.block_table import OUT_OF_WINDOW, Blocks, BlockTable, Prefix, PrefixQuery, PrefixSearch, blocks_of
 from workers.kv.prefix_cache import PrefixIndex, block_key, next_key, root_key
 
 
@@ -82,7 +82,7 @@ class BlockAllocator:
 
     def new_table(self, salt: str = "") -> BlockTable:
         """An empty block table for a new sequence."""
-        return BlockTable([[] for _ in self._groups], root_key(salt))
+        return BlockTable([blocks_of() for _ in self._groups], root_key(salt))
 
     def reserve(self, table: BlockTable, length: int) -> tuple[BlockCopy, ...]:
         """Make positions `table.stored_len … length - 1` writable by this table alone.
@@ -91,21 +91,25 @@ class BlockAllocator:
         free blocks.
         """
         first_written, needed = table.stored_len // self.block_size, self._blocks_for(length)
-        written = [(blocks, index) for blocks in table.blocks for index in range(first_written, len(blocks))]
-        shared = [(blocks, index) for blocks, index in written if self._references[blocks[index]] > 1]
-        missing = [(blocks, needed - len(blocks)) for blocks in table.blocks if needed > len(blocks)]
+        references, missing = self._references, 0
+        shared: list[tuple[Blocks, int]] = []
+        for blocks in table.blocks:
+            held = len(blocks)
+            missing += max(0, needed - held)
+            shared += [(blocks, index) for index in range(first_written, held) if references[blocks[index]] > 1]
         if shared or missing:
-            self._check_free(len(shared) + sum(count for _, count in missing), length)
+            self._check_free(len(shared) + missing, length)
         copies = []
         for blocks, index in shared:
             source, destination = blocks[index], self._allocate()
             self._release_block(source)
             blocks[index] = destination
             copies.append(BlockCopy(source, destination))
-        for blocks, index in written:
-            self._uncache(blocks[index])
-        for blocks, count in missing:
-            blocks.extend(self._allocate() for _ in range(count))
+        for blocks in table.blocks:
+            for index in range(first_written, len(blocks)):
+                self._uncache(blocks[index])
+            if needed > len(blocks):
+                blocks.extend([self._allocate() for _ in range(needed - len(blocks))])
         return tuple(copies)
 
     def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
@@ -164,7 +168,7 @@ class BlockAllocator:
             for blocks in table.blocks:
                 if index < len(blocks) and blocks[index] != OUT_OF_WINDOW:
                     self._release_block(blocks[index])
-        table.blocks = [[] for _ in self._groups]
+        table.blocks = [blocks_of() for _ in self._groups]
         table.tokens.clear()
         table.chain.clear()
 
@@ -201,7 +205,7 @@ class BlockAllocator:
         for block in hits:
             self._acquire(block)
         table = BlockTable(
-            [list(blocks) for blocks in prefix.blocks], prefix.root, list(prefix.tokens), list(prefix.chain)
+            [blocks_of(blocks) for blocks in prefix.blocks], prefix.root, list(prefix.tokens), list(prefix.chain)
         )
         loads = []
         for key, table_index, index in missing:
@@ -237,10 +241,11 @@ class BlockAllocator:
         """Free the blocks beyond the stored tokens."""
         needed = self._blocks_for(table.stored_len)
         for blocks in table.blocks:
-            for block in blocks[needed:]:
-                if block != OUT_OF_WINDOW:
-                    self._release_block(block)
-            del blocks[needed:]
+            if len(blocks) > needed:
+                for block in blocks[needed:]:
+                    if block != OUT_OF_WINDOW:
+                        self._release_block(block)
+                del blocks[needed:]
 
     def _blocks_for(self, length: int) -> int:
         return -(-length // self.block_size)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvGroup, KvLayout
@@ -25,11 +26,20 @@ def _no_states() -> SequenceStates:
     return SequenceStates()
 
 
+Blocks = MutableSequence[BlockId]
+"""Blocks as integers of 32 bits, which a step copies as they are, however long the sequence is."""
+
+
+def blocks_of(blocks: Iterable[BlockId] = ()) -> Blocks:
+    """These blocks as integers of 32 bits."""
+    return cast("Blocks", array("i", blocks))
+
+
 @dataclass(slots=True, eq=False)
 class BlockTable:
     """One sequence's blocks, and the committed tokens whose keys and values they hold."""
 
-    blocks: list[list[BlockId]]
+    blocks: list[Blocks]
     """For each table of the layout, by position // block size: the block, or `OUT_OF_WINDOW`."""
     root: bytes
     """The key before the sequence's first block; see `prefix_cache`."""

@@ -21,15 +21,15 @@ class TreeColumns:
     def __init__(self, trees: Sequence[TokenTree]) -> None:
         self.sizes: Integers = np.array([len(tree.parents) for tree in trees], dtype=np.int64)
         """`[trees]`: the number of nodes."""
-        self.firsts: Integers = np.cumsum(self.sizes) - self.sizes
-        """`[trees]`: the first node of each."""
         parents = np.array(list(chain.from_iterable(tree.parents for tree in trees)), dtype=np.int64)
+        self.firsts: Integers = np.cumsum(self.sizes) - self.sizes if len(parents) else self.sizes
+        """`[trees]`: the first node of each."""
         self.trees: Integers = np.repeat(np.arange(len(trees)), self.sizes) if len(parents) else parents
         """`[n]`: the tree of each node."""
         self.places: Integers = np.arange(len(parents)) - self.firsts[self.trees] if len(parents) else parents
         """`[n]`: the number of each node in its tree."""
         self._parents = parents
-        self.are_chains = bool((parents == self.places - 1).all())
+        self.are_chains = not len(parents) or bool((parents == self.places - 1).all())
         """Whether every node is the child of the one before it in its tree."""
 
     def _above(self) -> Integers:

@@ -39,9 +39,10 @@ def test_columns_are_those_of_each_row() -> None:
         assert columns.ends.tolist() == [row.end for row in rows]
         assert columns.positions.tolist() == [position for row in rows for position in row.positions()]
         assert columns.is_node.tolist() == [index >= row.fresh for row in rows for index in range(row.width)]
-        for table in range(TABLES):
-            expected = [slot for row in rows for slot in slots_of(row.blocks[table], row.stored_len, row.end, SIZE)]
-            assert columns.flat_slots(table, SIZE).tolist() == expected
+        assert columns.flat_slots(TABLES, SIZE).tolist() == [
+            [slot for row in rows for slot in slots_of(row.blocks[table], row.stored_len, row.end, SIZE)]
+            for table in range(TABLES)
+        ]
 
 
 @pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow(9), AttentionWindow(6, sinks=5)])
@@ -53,7 +54,7 @@ def test_the_blocks_that_rows_read_are_those_of_each_row(window: AttentionWindow
 
 def test_a_step_without_rows_has_no_tokens() -> None:
     columns = StepRows().columns
-    assert (columns.positions.tolist(), columns.flat_slots(0, SIZE).tolist()) == ([], [])
+    assert (columns.positions.tolist(), columns.flat_slots(TABLES, SIZE).tolist()) == ([], [[], []])
 
 
 def test_columns_are_computed_once() -> None:

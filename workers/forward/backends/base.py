@@ -187,9 +187,11 @@ class AttentionBackend(Protocol[Metadata]):
         raise ValueError(f"{type(self).__name__} does not compute {StepKind.RAGGED.value}")
 
     def plan_packed(self, rows: Sequence[RowShape], size: GraphSize | None = None) -> PackedPlan[Metadata]:  # noqa: ARG002
-        """What `plan` copies to the device. With `size`, the arrays have shapes that depend on it alone.
+        """What `plan` copies to the device.
 
-        Tokens that are padding are stored in the scratch block, and attend to nothing.
+        With `size` and no rows, the arrays are those of a CUDA graph: their shapes depend on the size alone, and each
+        has one number everywhere, which is padding. Those of rows that fit are what the first parts of these have, in
+        every dimension. Tokens that are padding are stored in the scratch block, and attend to nothing.
         """
         raise ValueError(f"{type(self).__name__} does not pack steps")
 

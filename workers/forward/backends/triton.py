@@ -8,7 +8,6 @@ outside of one, and beside any others.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -129,7 +128,7 @@ class TritonBackend(AttentionBackend[TritonStep]):
         return planned.metadata(to_device_together(planned.arrays, self._device))
 
     def plan_packed(self, rows: Sequence[RowShape], size: GraphSize | None = None) -> PackedPlan[TritonStep]:
-        """Tiles and blocks of ragged rows; in a graph as many of both as any step of its size has."""
+        """Tiles and blocks of ragged rows; of no rows in a graph, as many of both as any step of its size has."""
         layout, read, windows = self._store.kv_groups.layout, self._read, self._windows
         block_size = layout.block_size
         rows = StepRows.of(rows)
@@ -141,11 +140,10 @@ class TritonBackend(AttentionBackend[TritonStep]):
         parts = [_Part(rows, batch, self._narrow_tile, size, is_wide=False) for batch in batches]
         if wide if size is None else size.has_wide_rows:
             parts.append(_Part(rows, wide, self._wide_tile, size, is_wide=True))
-        tokens = len(columns.stored_at) if size is None else size.tokens
-        stored = np.full((layout.tables, tokens), self._scratch * block_size, dtype=np.int64)
-        for table, slots in enumerate(stored):
-            slots[: len(columns.stored_at)] = columns.flat_slots(table, block_size)
-        arrays: list[StepArray] = [stored]
+        if rows or size is None:
+            arrays: list[StepArray] = [columns.flat_slots(layout.tables, block_size)]
+        else:
+            arrays = [np.full((layout.tables, size.tokens), self._scratch * block_size, dtype=np.int64)]
         for part in parts:
             arrays += [*part.arrays(), np.zeros(part.tiles * self._kv_heads, dtype=np.int32)]
             arrays += [part.words(window) for window in windows]
@@ -260,8 +258,8 @@ class _Part:
     def __init__(
         self, rows: StepRows, members: Sequence[int], tile: int, size: GraphSize | None, *, is_wide: bool
     ) -> None:
-        """`members` are the rows of this part, by index. `tile` is the number of queries of a program. With a graph's
-        `size`, there is room for any of its steps.
+        """`members` are the rows of this part, by index. `tile` is the number of queries of a program. Without rows,
+        there is room for any step of the graph of this `size`.
         """
         self.is_wide, self.tile = is_wide, tile
         self._size, self._all = size, rows.columns
@@ -282,8 +280,9 @@ class _Part:
         self._items[:, 2] = np.minimum(tile, widths[owners] - begins)
         query = int(widths.sum())
         self.tiles, self.queries = len(self._items), query
-        if size is not None:
-            self.queries = size.tokens if is_wide else size.narrow
+        self._starts = len(rows)
+        if size is not None and not rows:
+            self._starts, self.queries = size.rows, size.tokens if is_wide else size.narrow
             most = min(size.rows, self.queries // (WORD + 1 if is_wide else 1))
             self.tiles = min(self.queries, (self.queries + (tile - 1) * most) // tile)
 
@@ -303,11 +302,10 @@ class _Part:
         if len(step.trees.places):
             last = np.where(step.is_node[own], step.base_lens[step.rows[own]] - 1, positions)
         tokens = np.arange(len(positions)) if isinstance(own, slice) else own
-        rows = len(step.stored) if self._size is None else self._size.rows
         return [
             _filled(self._items, self.tiles),
             _filled(tokens.astype(np.int32), self.queries),
-            _filled(step.base_lens.astype(np.int32), rows),
+            _filled(step.base_lens.astype(np.int32), self._starts),
             _filled(last.astype(np.int32), self.queries, NO_QUERY),
             _filled(positions.astype(np.int32), self.queries),
         ]
@@ -375,17 +373,18 @@ def _blocks(
     """The blocks that each row reads, their number, and under a window their order in the sequence."""
     sinks, firsts, ends = rows.columns.blocks_read(window, block_size)
     counts = sinks + ends - firsts
-    most = int(counts.max()) if size is None else size.blocks_of(window, block_size)
-    blocks = np.zeros((len(rows) if size is None else size.rows, most), dtype=np.int32)
+    if rows or size is None:
+        blocks = np.zeros((len(rows), int(counts.max())), dtype=np.int32)
+    else:
+        blocks = np.zeros((size.rows, size.blocks_of(window, block_size)), dtype=np.int32)
     order = blocks if window.size is None else np.zeros_like(blocks)
     for index, row, kept, first, end in zip(
         range(len(rows)), rows, *(one.tolist() for one in (sinks, firsts, ends)), strict=True
     ):
         held, own = row.blocks[table], slice(kept, kept + end - first)
-        # A list of thousands of blocks would be copied several times as slowly as an array of C's integers.
-        blocks[index, own] = array("i", held[first:end])
+        blocks[index, own] = held[first:end]
         if kept:
-            blocks[index, :kept] = array("i", held[:kept])
+            blocks[index, :kept] = held[:kept]
         if order is not blocks:
             order[index, :kept], order[index, own] = np.arange(kept), np.arange(first, end)
     found = [blocks, _filled(counts.astype(np.int32), len(blocks))]
