@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from cluster.core.request import SamplingParameters, ThinkingBudget
 from tests.gpu_proof.device import DEVICE, needs_kernels
 from tests.support.fakes.host_waits import OnGpu
-from workers.sampling.context import AllowedTokens, DecisionContext
+from workers.sampling.allowed_tokens import AllowedTokens
+from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide, is_shardable, merge_winners, shard_winners
 from workers.sampling.decision_table import table_of
 from workers.sampling.noise import gumbel

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from cluster.core.tree import EMPTY_TREE
 from tests.soak.requests import END, SoakRequest
 from tests.support.models.plain_generation import write_alone
-from workers.sampling.context import AllowedTokens, DecisionContext
+from workers.sampling.allowed_tokens import AllowedTokens
+from workers.sampling.context import DecisionContext
 from workers.sampling.decide import decide
 from workers.sampling.grammar import GrammarCompiler
 

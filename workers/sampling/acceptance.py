@@ -107,10 +107,12 @@ class DecidedTree:
     def walk(self) -> Accepted:
         """Descend while the decision is among the children; the last decision is the token after the path."""
         nodes: list[int] = []
-        node = self.tree.child(ROOT, self.decisions[0])
-        while node is not None:
-            nodes.append(node)
-            node = self.tree.child(node, self.decisions[node + 1])
+        last, decision = ROOT, self.decisions[0]
+        # Parents come before their children, so those of the last node are yet to come.
+        for node, (token, parent) in enumerate(zip(self.tree.tokens, self.tree.parents, strict=True)):
+            if parent == last and token == decision:
+                nodes.append(node)
+                last, decision = node, self.decisions[node + 1]
         return self.accepted(nodes)
 
 

@@ -13,7 +13,7 @@ from cluster.core.request import SamplingParameters, ThinkingBudget
 from cluster.core.tree import EMPTY_TREE, TokenTree
 
 if TYPE_CHECKING:  # drafting methods, which the control plane names, load without torch
-    from torch import Tensor
+    from workers.sampling.allowed_tokens import AllowedTokens
 
 _LATEST_START = 4
 """Most tokens in front of those that begin the thinking of a model, such as line ends."""
@@ -21,18 +21,6 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, because dividing logits by a smaller number overflows float32."""
 LEAST_REPETITION_PENALTY = 1e-6
 """Smaller repetition penalties count as this one, because dividing logits by them overflows float32."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AllowedTokens:
-    """The tokens that a grammar allows at one position, without those that complete a bad text."""
-
-    mask: Tensor
-    """bool [vocabulary], on the CPU."""
-    is_complete: bool = False
-    """Whether the answer matches the grammar and nothing can follow, so that only tokens that end it are allowed."""
-    by_grammar: Tensor | None = None
-    """bool [vocabulary]: what the grammar alone allows; `None` without a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +76,7 @@ class DecisionContext:
         thinking = self.sampling.thinking
         token = None if thinking is None else forced_end(thinking, self.tokens, self.prompt_len)
         grammar = None if self.allowed is None else self.allowed.by_grammar
-        is_refused = token is not None and grammar is not None and not grammar[token]
+        is_refused = token is not None and grammar is not None and not grammar.permits(token)
         return None if is_refused else token
 
     def excludes(self, token: int) -> bool:
@@ -98,7 +86,7 @@ class DecisionContext:
             return token != forced
         is_left_out = bool(named) and token not in named
         if self.allowed is not None:
-            is_left_out = is_left_out or not bool(self.allowed.mask[token])
+            is_left_out = is_left_out or not self.allowed.permits(token)
         return is_left_out or token in self.excluded_tokens
 
     def _ends_of_bad_words(self) -> Iterator[int]:

@@ -52,8 +52,7 @@ def decide(logits: Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
         tokens = largest(logits)
         if tokens is not None and all(one not in of.excluded_tokens for one, of in zip(tokens, contexts, strict=True)):
             return tokens
-    values, ids = _winners(logits, contexts, offset=0)
-    return merge_winners(values.unsqueeze(0), ids.unsqueeze(0))
+    return _known(*_winners(logits, contexts, offset=0))
 
 
 def largest(logits: Tensor) -> list[int] | None:
@@ -97,8 +96,12 @@ def merge_winners(values: Tensor, ids: Tensor) -> list[int]:
     The largest score wins; among equal scores, the lowest token. Raises `Undecidable`, which names the rows.
     """
     best = values.amax(dim=0)
-    tokens = ids.masked_fill(values != best, torch.iinfo(torch.int64).max).amin(dim=0)
-    chosen: list[int] = tokens.masked_fill(best == -math.inf, _UNDECIDABLE).tolist()  # the only wait for the device
+    return _known(best, ids.masked_fill(values != best, torch.iinfo(torch.int64).max).amin(dim=0))
+
+
+def _known(best: Tensor, ids: Tensor) -> list[int]:
+    """The tokens of rows `[n]` with their scores, on the host. Raises `Undecidable` for scores of minus infinity."""
+    chosen: list[int] = ids.masked_fill(best == -math.inf, _UNDECIDABLE).tolist()  # the only wait for the device
     undecidable = tuple(row for row, token in enumerate(chosen) if token == _UNDECIDABLE)
     if undecidable:
         raise Undecidable(undecidable)

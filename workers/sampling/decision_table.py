@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.core.request import SamplingParameters
+from workers.sampling.allowed_tokens import TokenBits, first_bits
 from workers.sampling.context import (
     GREEDY_BELOW,
     DecisionContext,
@@ -32,7 +33,6 @@ MOST_COLUMNS = 1 << 22
 _LEAST_TAIL = 1e-6
 """Least share outside of top-p for which the tokens in its far tail are told apart by a bound."""
 
-_Bits = npt.NDArray[np.uint8]
 _Tokens = npt.NDArray[np.int64]
 _Columns = npt.NDArray[np.int32]
 _Numbers = npt.NDArray[np.float32]
@@ -184,8 +184,8 @@ class _Changes:
     def __init__(self, context: DecisionContext, repeated: _Tokens, offset: int, size: int) -> None:
         """`repeated` are the tokens before the decision, each once and ascending, if repeating them is penalized."""
         self.columns, self.factors, self.terms = _NO_COLUMNS, _NO_NUMBERS, _NO_NUMBERS
-        self.excluded: _Bits | None = None
-        """uint8 `[size]`, 1 for columns that cannot be chosen; `None` if the row has no such columns, but few."""
+        self.excluded: TokenBits | None = None
+        """Bits of the columns that cannot be chosen, as `AllowedTokens.bits`; `None` if the row has none, but few."""
         if context.forced_token is not None:
             self._force(context.forced_token - offset, size)
             return
@@ -197,19 +197,20 @@ class _Changes:
             self._keep(offset, size)
 
     def _force(self, column: int, size: int) -> None:
-        self.excluded = np.ones(size, dtype=np.uint8)
+        self.excluded = _all_bits(size)
         if 0 <= column < size:
             self.columns = np.array([column], dtype=np.int32)
             self.factors = self.terms = np.zeros(1, dtype=np.float32)
 
     def _exclude(self, context: DecisionContext, offset: int, size: int) -> None:
         if context.allowed is not None:
-            self.excluded = 1 - context.allowed.mask[offset : offset + size].numpy().view(np.uint8)
+            self.excluded = context.allowed.bits_of(offset, size) ^ _all_bits(size)
         if context.sampling.allowed_token_ids:
             named = np.array(context.sampling.allowed_token_ids, dtype=np.int64) - offset
             others = np.ones(size, dtype=np.uint8)
             others[named[(named >= 0) & (named < size)]] = 0
-            self.excluded = others if self.excluded is None else self.excluded | others
+            bits = np.packbits(others, bitorder="little")
+            self.excluded = bits if self.excluded is None else self.excluded | bits
 
     def _change(self, repeated: _Tokens, penalty: float, terms: dict[int, float]) -> None:
         """Set the entries of all tokens, whose columns are the tokens themselves."""
@@ -225,18 +226,22 @@ class _Changes:
         columns = self.columns - offset
         is_kept = (columns >= 0) & (columns < size)
         if self.excluded is not None:
-            is_kept[is_kept] = self.excluded[columns[is_kept]] == 0
+            kept = columns[is_kept]
+            is_kept[is_kept] = (self.excluded[kept >> 3] >> (kept & 7).astype(np.uint8)) & 1 == 0
         self.columns, self.factors, self.terms = columns[is_kept], self.factors[is_kept], self.terms[is_kept]
 
 
-def _words(bits: Sequence[_Bits], size: int) -> npt.NDArray[np.int32]:
-    """Words `[masks, words]` of the bits `[size]` of each mask."""
-    if not bits:
-        return np.zeros((0, -(-size // WORD)), dtype=np.int32)
-    padded = np.zeros((len(bits), -(-size // WORD) * WORD), dtype=np.uint8)
-    for row, found in zip(padded, bits, strict=True):
-        row[:size] = found
-    return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+def _words(bits: Sequence[TokenBits], size: int) -> npt.NDArray[np.int32]:
+    """Words `[masks, words]` of the bits of each mask."""
+    found = np.zeros((len(bits), -(-size // WORD) * WORD // 8), dtype=np.uint8)
+    for row, own in zip(found, bits, strict=True):
+        row[: len(own)] = own
+    return found.view(np.int32)
+
+
+def _all_bits(size: int) -> TokenBits:
+    """The bits of `size` columns, all 1."""
+    return first_bits(np.full(-(-size // 8), 255, dtype=np.uint8), size)
 
 
 def _tail(share: float, size: int) -> float:

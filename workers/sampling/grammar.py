@@ -12,12 +12,11 @@ from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from cluster.core.grammar import Grammar, parser_limits, source_of
 from cluster.core.tree import ROOT, TokenTree
-from workers.sampling.context import AllowedTokens
+from workers.sampling.allowed_tokens import AllowedTokens
 
 _MOST_CACHED = 64
 """Most compiled grammars that are kept, unless the rows of one step use more."""
@@ -169,7 +168,7 @@ class GrammarMatcher:
                     path.pop()
                     self._matcher.rollback(1)
                 known = allowed[parent + 1] if allowed else None
-                if token in self._eos_token_ids or (known is not None and not known.mask[token]):
+                if token in self._eos_token_ids or (known is not None and not known.permits(token)):
                     continue
                 if not self._matcher.try_consume_tokens([token]):
                     if known is not None:
@@ -200,11 +199,7 @@ class GrammarMatcher:
     def _here(self) -> AllowedTokens:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._check()
-        flags = np.unpackbits(bits, count=None, bitorder="little")[: self._vocabulary_size]
-        mask = np.zeros(self._vocabulary_size, dtype=np.bool_)
-        mask[: len(flags)] = flags
-        allowed = torch.from_numpy(mask)
-        return AllowedTokens(allowed, self._matcher.is_stopped(), allowed)
+        return AllowedTokens.of_grammar(bits, self._vocabulary_size, self._matcher.is_stopped())
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -16,12 +16,11 @@ import torch
 
 from cluster.core.config.target_section import EvidenceSection, TargetSection
 from cluster.core.drafting import ANY_TOKENS, NextTokens, Proposal, RowFaultCode
-from cluster.core.errors import ConfigurationError, KvPoolExhausted
+from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.ports import DraftMethod
 from cluster.core.request import SequenceStart, TokenLogprobs
-from cluster.core.tree import EMPTY_TREE
 from cluster.core.verification import (
     OpenResult,
     OpenRow,
@@ -41,15 +40,16 @@ from workers.model.dequantized import dequantized_from
 from workers.sampling.acceptance import AcceptanceRule, Accepted, DecidedTree, RootPosition, create_rule
 from workers.sampling.context import GREEDY_BELOW, DecisionContext, common_leaders
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
+from workers.verify.constraints import Constraints
 from workers.verify.decider import Decider, Decisions, decide_rows
 from workers.verify.draft_passes import PartialEngine, connect
 from workers.verify.evidence import EvidenceCollector, Fuse, resolve_taps, within_bytes
 from workers.verify.forbidden import ForbiddenTexts
-from workers.verify.grammars import GrammarMasks, Grammars, Outcome
+from workers.verify.grammars import Grammars
 from workers.verify.prompt_logprobs import scored_count, without_prompts
 from workers.verify.sequence_state import ReadyRow, SequenceState, sequence_salt
 from workers.verify.step_profile import compile_decisions, profile_steps
-from workers.verify.verdicts import UNDECIDABLE, fault_verdict, path_logprobs, row_problem, source_problem
+from workers.verify.verdicts import UNDECIDABLE, fault_verdict, path_logprobs, row_problems, source_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class TargetEngine:
         self._sources = SourceStore(pool)
         directory = self._options.directory
         self._grammars = Grammars(directory, model.vocabulary_size, model.eos_token_ids, ranks=model.tensor_parallel)
-        self._forbidden = ForbiddenTexts(directory, model.vocabulary_size)
+        self._constraints = Constraints(self._grammars, ForbiddenTexts(directory, model.vocabulary_size))
         self._dequantized_from = "" if directory is None else dequantized_from(directory)
         self._drafter = self._make_drafter(self._options.method)
         self._epoch = secrets.token_hex(8)
@@ -199,21 +199,24 @@ class TargetEngine:
         verdicts: dict[SequenceId, Verdict] = {}
         rows: list[tuple[VerifyRow, SequenceState]] = []
         ready: list[ReadyRow] = []
-        for row in batch.rows:
-            checked = self._check(row)
+        problems = row_problems(batch.rows, self._model.vocabulary_size, self._model.max_context_len)
+        for row, problem in zip(batch.rows, problems, strict=True):
+            checked = self._check(row, problem)
             if isinstance(checked, SequenceState):
                 rows.append((row, checked))
             else:
                 verdicts[row.sequence_id] = checked
-        for index, ((row, sequence), masks) in enumerate(zip(rows, self._grammars.masks(rows), strict=True)):
-            prepared = self._prepare(row, sequence, masks, len(rows) - index - 1)
+        for index, ((row, sequence), refusal) in enumerate(zip(rows, self._constraints.refused(rows), strict=True)):
+            prepared = refusal or self._prepare(row, sequence, len(rows) - index - 1)
             if isinstance(prepared, ReadyRow):
                 ready.append(prepared)
             else:
                 verdicts[row.sequence_id] = prepared
         if ready:
             try:
-                for entry, verdict in zip(ready, self._verify(ready), strict=True):
+                logits, leaders = self._forward(ready)
+                ready = self._constraints.applied(ready)  # while a GPU computes the pass
+                for entry, verdict in zip(ready, self._decide(ready, logits, leaders), strict=True):
                     verdicts[entry.row.sequence_id] = verdict
             except BaseException:
                 # Nothing was committed: free the blocks reserved for this step, keep the stored tokens.
@@ -233,12 +236,13 @@ class TargetEngine:
             draft_seconds=finished - verified if self._drafter is not None else 0.0,
         )
 
-    def _check(self, row: VerifyRow) -> SequenceState | Verdict:
+    def _check(self, row: VerifyRow, problem: str | None) -> SequenceState | Verdict:
         """Check the row and return its sequence, which begins here if the row begins it.
 
-        Returns a verdict for a row that needs no forward pass.
+        `problem` is why the row can never be served, whatever is stored. Returns a verdict for a row that needs no
+        forward pass.
         """
-        if problem := row_problem(row, self._model.vocabulary_size, self._model.max_context_len):
+        if problem:
             return fault_verdict(row, RowFaultCode.INVALID, problem)
         sequence = self._sequences.get(row.sequence_id)
         if sequence is not None and (verdict := sequence.repeated(row)) is not None:
@@ -269,22 +273,14 @@ class TargetEngine:
         self._sequences[sequence_id] = sequence
         return sequence
 
-    def _prepare(self, row: VerifyRow, sequence: SequenceState, masks: GrammarMasks, later: int) -> ReadyRow | Verdict:
+    def _prepare(self, row: VerifyRow, sequence: SequenceState, later: int) -> ReadyRow | Verdict:
         """Reserve the blocks of a row. Returns a verdict for a row that cannot be served now.
 
-        `masks` is what its grammar allows. `later` rows of the step are prepared after it.
+        `later` rows of the step are prepared after it.
         """
-        if masks.outcome is Outcome.WAITS:
-            return fault_verdict(row, RowFaultCode.NOT_READY, "its grammar is being compiled", len(sequence.tokens))
-        if masks.outcome is Outcome.FAILED:
-            return fault_verdict(row, RowFaultCode.INVALID, f"grammar: {masks.reason}", len(sequence.tokens))
-        sent = row
-        if masks.outcome is Outcome.ROOT:  # no draft fails a request
-            row = replace(row, tree=EMPTY_TREE, distributions=())
-        row = self._with_room(row, later)
+        sent, row = row, self._with_room(row, later)
         scored = scored_count(row, sequence.start)
         try:
-            allowed = self._forbidden.without(row, sequence, masks.allowed[: 1 + len(row.tree)])
             select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
             if sequence.source is None and sequence.start.source:
                 sequence.source = self._sources.acquire(sequence.start.source, sequence.start.cache_salt)
@@ -292,14 +288,12 @@ class TargetEngine:
                 sequence.table, row.pending, row.tree, select=(*range(scored), *select), source=sequence.source
             )
             self._pool.reserve(sequence.table, forward.end, len(row.tree))
-        except ConfigurationError as error:
-            return fault_verdict(row, RowFaultCode.INVALID, f"bad_texts: {error}", len(sequence.tokens))
         except KvPoolExhausted as error:
             stored = len(sequence.tokens)
             if stored == 0:
                 self.release([row.sequence_id])
             return fault_verdict(row, RowFaultCode.KV_EXHAUSTED, str(error), stored)
-        return ReadyRow(row, sequence, forward, scored, allowed, sent)
+        return ReadyRow(row, sequence, forward, scored, sent=sent)
 
     def _with_room(self, row: VerifyRow, later: int) -> VerifyRow:
         """The row with as much of its tree as recurrent states are free for, besides one for each `later` row."""
@@ -308,8 +302,8 @@ class TargetEngine:
             return row
         return replace(row, tree=row.tree.first(room), distributions=row.distributions[:room])
 
-    def _verify(self, ready: Sequence[ReadyRow]) -> list[Verdict]:
-        """Read new sources, run the forward pass, decide at every node, and accept one path of each tree."""
+    def _forward(self, ready: Sequence[ReadyRow]) -> tuple[torch.Tensor, int]:
+        """Read new sources and run the forward pass. Returns its logits, and what `common_leaders` says of the rows."""
         read = [entry.sequence.source for entry in ready if entry.sequence.source is not None]
         if new := list(dict.fromkeys(source for source in read if not source.is_encoded)):
             self._runner.encode(new, self._sources)
@@ -320,9 +314,12 @@ class TargetEngine:
             with_taps=self._collector.records_hidden(rows),
             leaders=leaders and max(leaders, self._collector.ranked(rows)),
         )
-        logits = self._runner.forward([entry.forward for entry in ready], options)
+        return self._runner.forward([entry.forward for entry in ready], options), leaders
+
+    def _decide(self, ready: Sequence[ReadyRow], logits: torch.Tensor, leaders: int) -> list[Verdict]:
+        """Decide at every node of the rows, from the logits of their pass, and accept one path of each tree."""
         logits, prompts = without_prompts(ready, logits, self._decider)
-        decisions = decide_rows(self._decider, ready, logits, leaders, with_distribution)
+        decisions = decide_rows(self._decider, ready, logits, leaders, self._rule.needs_distribution)
         verdicts: list[Verdict] = []
         walks = self._walk(ready, decisions)
         with self._pool.moving_together():  # a GPU takes as long to move one row's tokens as those of all
@@ -343,9 +340,10 @@ class TargetEngine:
         The log-probabilities of all rows are computed together.
         """
         owns: list[range] = []
+        end = 0
         for entry in ready:
-            first = owns[-1].stop if owns else 0
-            owns.append(range(first, first + len(entry.forward.select) - entry.scored))
+            first, end = end, end + len(entry.forward.select) - entry.scored
+            owns.append(range(first, min(end, first + 1 + len(entry.row.tree))))
         deciding = [(entry, own) for entry, own in zip(ready, owns, strict=True) if entry.row.decide]
 
         def walk() -> list[Accepted]:
@@ -368,10 +366,10 @@ class TargetEngine:
         """Commit the path of the row's tree that is accepted. `logits` are `[decisions, vocabulary]` of all rows."""
         row, sequence, own, accepted = entry.row, entry.sequence, walked.own, walked.accepted
         tokens = decisions.tokens[own.start : own.stop]
-        if row.decide and not accepted.tokens:
+        if entry.fault is not None or (row.decide and not accepted.tokens):
             stored = len(sequence.tokens)
             self._pool.truncate(sequence.table, stored)
-            return fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
+            return entry.fault or fault_verdict(row, RowFaultCode.INVALID, UNDECIDABLE, stored)
         evidence = None
         if self._evidence.any:
             evidence = self._collector.collect(index, row, accepted, tokens, logits[own.start : own.stop])

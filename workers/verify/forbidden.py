@@ -7,8 +7,9 @@ from pathlib import Path
 
 from cluster.core.errors import ConfigurationError
 from cluster.core.verification import VerifyRow
+from workers.sampling.allowed_tokens import AllowedTokens
 from workers.sampling.bad_texts import BadTexts, TokenTexts
-from workers.sampling.context import AllowedTokens, Branch
+from workers.sampling.context import Branch
 from workers.verify.sequence_state import SequenceState
 
 Allowed = tuple[AllowedTokens | None, ...]

@@ -16,7 +16,8 @@ from cluster.core.bounds import MAX_LISTED_TOKENS, MAX_LISTED_VOCABULARY, MAX_TR
 from cluster.core.drafting import ANY_TOKENS, ListedTokens, NextTokens, Proposal
 from cluster.core.tree import EMPTY_TREE
 from cluster.core.verification import VerifyRow
-from workers.sampling.context import AllowedTokens, Branch
+from workers.sampling.allowed_tokens import AllowedTokens
+from workers.sampling.context import Branch
 from workers.sampling.grammar import Attempt, GrammarCompiler, GrammarError, GrammarLimitError, GrammarMatcher
 from workers.verify.sequence_state import SequenceState
 
@@ -78,13 +79,24 @@ class Grammars:
         if directory is not None:
             self._compiler = GrammarCompiler(directory, vocabulary_size, eos_token_ids)
 
+    def begin(self, rows: Sequence[tuple[VerifyRow, SequenceState]]) -> list[GrammarMasks]:
+        """Return of each row of a step whether it waits for its grammar or cannot be served, without what is allowed.
+
+        All ranks call this and agree. Grammars are compiled in a thread. The step waits for them, but not so long that
+        other rows suffer.
+        """
+        self._compile(rows)
+        return self._agreed(rows, [self._begin(row, sequence) for row, sequence in rows])
+
     def masks(self, rows: Sequence[tuple[VerifyRow, SequenceState]]) -> list[GrammarMasks]:
         """Return what is allowed at the decisions of each row of a step. All ranks call this and agree on the outcomes.
 
-        Grammars are compiled in a thread. The step waits for them, but not so long that other rows suffer.
+        Call it after `begin`, for the rows that can be served.
         """
-        self._compile(rows)
-        found = [self._find(row, sequence) for row, sequence in rows]
+        return self._agreed(rows, [self._find(row, sequence) for row, sequence in rows])
+
+    def _agreed(self, rows: Sequence[tuple[VerifyRow, SequenceState]], found: list[GrammarMasks]) -> list[GrammarMasks]:
+        """What all ranks agree on, given what this one has found."""
         constrained = [index for index, (row, sequence) in enumerate(rows) if _is_constrained(row, sequence)]
         if self._ranks == 1 or not constrained:
             return found
@@ -144,6 +156,8 @@ class Grammars:
         used: set[Future[LLMatcher]] = set()
         needed: list[Future[LLMatcher]] = []
         for row, sequence in rows:
+            if sequence.start.sampling.grammar is None:
+                continue
             compilation = self._compilation(self._compiler, sequence)
             if compilation is not None:
                 used.add(compilation)
@@ -163,6 +177,15 @@ class Grammars:
         if matcher is not None:
             compiler.forget(grammar, matcher)
         return compiler.compile(grammar, own=_next_attempt(matcher) >= Attempt.OWN)
+
+    def _begin(self, row: VerifyRow, sequence: SequenceState) -> GrammarMasks:
+        """Return whether a row can be served, as far as this rank finds it: whether its sequence has a matcher."""
+        if not _is_constrained(row, sequence):
+            return _NO_GRAMMAR
+        try:
+            return GrammarMasks(Outcome.WAITS) if self._matcher(sequence) is None else _NO_GRAMMAR
+        except GrammarError as error:
+            return GrammarMasks(Outcome.FAILED, reason=str(error))
 
     def _find(self, row: VerifyRow, sequence: SequenceState) -> GrammarMasks:
         """Return what is allowed at the decisions of a row, as far as this rank finds it."""

@@ -11,8 +11,9 @@ from cluster.core.verification import Verdict, VerifyRow
 from workers.forward.runner import ForwardRow
 from workers.kv.block_table import BlockTable
 from workers.kv.sources import StoredSource, source_salt
+from workers.sampling.allowed_tokens import AllowedTokens
 from workers.sampling.bad_texts import BadTexts
-from workers.sampling.context import AllowedTokens, Branch, DecisionContext, RowDecisions
+from workers.sampling.context import Branch, DecisionContext, RowDecisions
 from workers.sampling.grammar import GrammarMatcher
 
 
@@ -63,11 +64,18 @@ class ReadyRow:
     """What grammar and bad texts allow at each decision; empty without them."""
     sent: VerifyRow | None = None
     """The row as it was sent, where `row` has only a part of its tree."""
+    fault: Verdict | None = None
+    """The verdict on a row that was computed and cannot be decided."""
 
     def decisions(self) -> RowDecisions:
-        """What the row's decisions are made with: at the last pending token, then at every node of the tree."""
+        """What the row's decisions are made with: at the last pending token, then at every node that was computed.
+
+        Those at nodes that `row` has no more are not used, and may choose any token.
+        """
         start, text = self.sequence.start, Branch(self.sequence.tokens, self.row.pending)
-        return RowDecisions(start.sampling, text, start.prompt_len, self.row.tree, self.allowed)
+        unused = len(self.forward.tree) - len(self.row.tree)
+        allowed = (*self.allowed, *[None] * unused) if unused and self.allowed else self.allowed
+        return RowDecisions(start.sampling, text, start.prompt_len, self.forward.tree, allowed)
 
     def contexts(self) -> tuple[DecisionContext, ...]:
         """One context per decision; none if the row decides nothing."""

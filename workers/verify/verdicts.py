@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 
@@ -19,7 +19,20 @@ UNDECIDABLE = "no token can be chosen: all logits of the model are NaN or -inf, 
 """The message for a row in which no token can be decided."""
 
 
-def row_problem(row: VerifyRow, vocabulary_size: int, max_context_len: int) -> str | None:
+def row_problems(rows: Sequence[VerifyRow], vocabulary_size: int, max_context_len: int) -> Sequence[str | None]:
+    """For each row the reason why it can never be served; `None` if it can.
+
+    All rows are looked at together. One by one they are where some may not be served.
+    """
+    tokens = chain.from_iterable(tokens for row in rows for tokens in (row.pending, row.tree.tokens))
+    are_served = max(tokens, default=0) < vocabulary_size and all(
+        row.pending and row.base_len + len(row.tree.tokens) <= max_context_len and (row.decide or not row.tree.tokens)
+        for row in rows
+    )
+    return [None if are_served else _row_problem(row, vocabulary_size, max_context_len) for row in rows]
+
+
+def _row_problem(row: VerifyRow, vocabulary_size: int, max_context_len: int) -> str | None:
     """The reason why this row can never be served; `None` if it can."""
     if not row.pending:
         return "pending: it must hold at least one token"
@@ -62,6 +75,8 @@ def path_logprobs(
     the request's parameters. The log-probabilities are empty if the request wants none or no token is accepted, and on
     ranks that hold only their part of the logits. All paths together cost one wait for the device.
     """
+    if not decisions.logits:
+        return [()] * len(paths)
     taken = [_known_indices(decisions, *path) for path in paths]
     logits = [decisions.logits[index] for indices in taken for index in indices]
     if not logits:

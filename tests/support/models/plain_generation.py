@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from cluster.core.request import SamplingParameters
-from workers.sampling.context import AllowedTokens, DecisionContext
+from workers.sampling.allowed_tokens import AllowedTokens
+from workers.sampling.context import DecisionContext
 from workers.sampling.decide import decide
 
 

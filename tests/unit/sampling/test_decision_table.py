@@ -14,7 +14,8 @@ import torch
 from cluster.core.request import SamplingParameters, ThinkingBudget
 from cluster.core.tree import TokenTree
 from workers.sampling import decision_table
-from workers.sampling.context import AllowedTokens, DecisionContext, RowDecisions, StepContexts, tree_contexts
+from workers.sampling.allowed_tokens import AllowedTokens
+from workers.sampling.context import DecisionContext, RowDecisions, StepContexts, tree_contexts
 from workers.sampling.decision_table import WORD, DecisionTable, table_of
 from workers.sampling.warp import untruncated
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from workers.sampling import decide as deciding
-from workers.sampling.context import AllowedTokens, Branch, DecisionContext, tree_contexts
+from workers.sampling.allowed_tokens import AllowedTokens
+from workers.sampling.context import Branch, DecisionContext, tree_contexts
 from workers.sampling.decide import Undecidable, decide, is_shardable, merge_winners, shard_winners
 from workers.sampling.noise import gumbel
 from workers.sampling.warp import warp

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from llguidance import LLMatcher
 
 from cluster.core.bounds import MAX_CHOICES
@@ -29,10 +31,11 @@ from cluster.generation.text.tokenizer import Tokenizer
 from tests.support.engines.engine_rows import first_row, open_engine, verify
 from tests.support.engines.engine_sequence import Propose, no_draft
 from tests.support.models import tiny, tiny_tokenizer
+from workers.forward.runner import ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.sampling import grammar as compiler_module
-from workers.sampling.context import AllowedTokens
+from workers.sampling.allowed_tokens import AllowedTokens
 from workers.sampling.grammar import Attempt, GrammarCompiler, GrammarLimitError, GrammarMatcher
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import EngineOptions, TargetEngine
@@ -188,6 +191,49 @@ def test_a_grammar_that_is_compiled_for_long_delays_no_other_row(
         may_end.set()
     assert verify(engine, waiting).fault is None
     engine.release_all()
+
+
+def test_what_a_grammar_allows_is_found_after_the_pass_was_launched(
+    engine: TargetEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU computes the pass meanwhile."""
+    forward, allowed, done = ModelRunner.forward, GrammarMatcher.allowed, list[str]()
+
+    def launched(self: ModelRunner, *arguments: Any) -> torch.Tensor:
+        done.append("pass")
+        return forward(self, *arguments)
+
+    def asked(self: GrammarMatcher, tree: TokenTree) -> tuple[AllowedTokens | None, ...]:
+        done.append("grammar")
+        return allowed(self, tree)
+
+    monkeypatch.setattr(ModelRunner, "forward", launched)
+    monkeypatch.setattr(GrammarMatcher, "allowed", asked)
+    _, steps = answer(engine, replace(SAMPLINGS["greedy"], grammar=GRAMMARS["regex"]), most=4)
+    assert steps > 2
+    assert done == ["pass", "grammar"] * steps
+
+
+def test_a_row_that_its_grammar_refuses_gives_its_blocks_back_at_once(engine: TargetEngine) -> None:
+    begun = verify(engine, first_row("a", PROMPT, replace(SAMPLINGS["greedy"], grammar=GRAMMARS["regex"]))).tokens
+    matcher = engine._sequences[SequenceId("a")].grammar
+    assert matcher is not None
+    (allowed,) = matcher.allowed(TokenTree())
+    assert allowed is not None
+    excluded = next(token for token in range(VOCABULARY) if not allowed.permits(token))
+    tokens = verify(engine, first_row("b", PROMPT, SAMPLINGS["greedy"])).tokens
+    free = engine.release([]).blocks_free
+    wrong = VerifyRow(SequenceId("a"), len(PROMPT) + 2, (*begun, excluded), TokenTree.chain(range(10, 30)))
+    result = engine.step(StepBatch((wrong, VerifyRow(SequenceId("b"), len(PROMPT) + 1, tokens))))
+    refused, served = result.verdicts
+    assert refused.fault is not None and refused.fault.code is RowFaultCode.INVALID
+    assert refused.fault.message == "grammar: the answer so far does not match the grammar"
+    assert result.kv.blocks_free == free, "the other row has room in its last block"
+    engine.release([SequenceId("a")])
+    alone = verify(engine, first_row("c", (*PROMPT, *tokens), SAMPLINGS["greedy"]))
+    assert served.tokens == alone.tokens != ()
+    kv = engine.release_all()
+    assert kv.blocks_free == kv.blocks_total
 
 
 def test_an_error_of_a_grammar_is_not_kept(engine: TargetEngine) -> None:

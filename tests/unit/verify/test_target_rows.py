@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,18 @@ def test_a_bad_row_is_the_only_fault(engine: TargetEngine, row: VerifyRow, messa
     assert bad.fault.code is RowFaultCode.INVALID
     assert message in bad.fault.message
     assert beside.tokens == good.tokens
+
+
+def test_a_tree_with_more_nodes_than_the_context_has_tokens_left_is_served_if_it_is_no_deeper(
+    engine: TargetEngine,
+) -> None:
+    last = verify(engine, first_row("a", [5] * 254)).tokens
+    wide = VerifyRow(SequenceId("a"), 255, last, TokenTree((1, 2, 3), (-1, -1, -1)))
+    deep = replace(wide, tree=TokenTree.chain((1, 2)))
+    refused, served = verify(engine, deep), verify(engine, wide)
+    assert refused.fault is not None and "beyond the context of 256 tokens" in refused.fault.message
+    assert served.fault is None and served.tokens
+    engine.release_all()
 
 
 def test_two_rows_of_one_sequence_are_refused() -> None:

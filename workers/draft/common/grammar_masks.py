@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cluster.core.drafting import NextTokens
-from workers.sampling.context import AllowedTokens
+from workers.sampling.allowed_tokens import AllowedTokens
 
 
 def allowed_at(known: NextTokens, depth: int) -> AllowedTokens | None:
