@@ -97,7 +97,9 @@ def test_a_cuda_graphs_plan_is_copied_in_one_piece_and_computes_almost_nothing()
     ((Rows(64, 300),), 9, True), ((Rows(1, 0, fresh=300),), 10, True), ((Rows(1, 0, fresh=2048),), 9, False),
     ((Rows(3, 700), Rows(1, 64, fresh=400), Rows(2, 90, nodes=3)), 10, True),
     ((Rows(32, 700), Rows(1, 64, fresh=1024)), 10, False),
-], ids=["decode", "batch", "verify", "large batch", "prompt", "long prompt", "mixed", "large mixed"])  # fmt: skip
+    ((Rows(3, 100_000, nodes=7), Rows(1, 90, nodes=7)), 9, True), ((Rows(16, 40_000),), 8, False),
+], ids=["decode", "batch", "verify", "large batch", "prompt", "long prompt", "mixed", "large mixed", "long rows",
+        "many long rows"])  # fmt: skip
 def test_a_step_runs_whole(rows: tuple[Rows, ...], launches: int, is_captured: bool) -> None:
     """A layer launches four products, a rotation and attention, one or two kernels; for more rows than four two norms,
     for more than sixteen a gate.

@@ -25,6 +25,7 @@ from workers.forward.backends.choice import ChosenBackend, choose_backend
 from workers.forward.graph_buffers import GraphBuffers
 from workers.forward.graph_sizes import (
     LONGEST,
+    LONGEST_OF_FEW,
     WORD,
     GraphSize,
     gathered_graph_sizes,
@@ -284,11 +285,14 @@ def make_graph_runner(
 
 def graph_sizes(setting: AttentionSetting, attention: ChosenBackend, longest: int) -> list[GraphSize]:
     """The sizes that are captured, in ascending order, for rows of up to `longest` tokens."""
-    blocks = min(-(-min(longest, LONGEST) // setting.block_size), setting.blocks)  # no row has more than the pool
+    blocks, most_blocks = (
+        min(-(-min(longest, most) // setting.block_size), setting.blocks)  # no row has more than the pool
+        for most in (LONGEST, LONGEST_OF_FEW)
+    )
     if attention.capabilities.packs_steps:
-        return packed_graph_sizes(blocks)
+        return packed_graph_sizes(blocks, most_blocks)
     if attention.capabilities.skips_unused_blocks:
-        return padded_graph_sizes(blocks)
+        return padded_graph_sizes(blocks, most_blocks)
     return gathered_graph_sizes(setting.block_size, longest)
 
 

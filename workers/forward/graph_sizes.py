@@ -27,7 +27,10 @@ MOST_TOKENS = 512
 more for Llama-3.1-8B, 0.6% for a rank of Llama-3.3-70B on eight, 0.8% for Qwen3-30B-A3B; of 512 tokens 0.1%, 0.1% and
 0.5%; of 1,024 0.1%, 0.0% and 0.4%. Tokens that pad a step cost more than that."""
 LONGEST = 1 << 15
-"""Most tokens of a row."""
+"""Most tokens of a row in a graph of many rows: their tables of blocks are copied at every step."""
+FEW_ROWS, LONGEST_OF_FEW = 8, 1 << 17
+"""Most rows of a graph of long rows, and most tokens of such a row. These graphs need no more memory than the others:
+rows of four times the length, and a quarter of the most tokens."""
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _WIDTHS = (1, 2, 4, 8, 16)
 """Tokens of all rows, per row."""
@@ -75,21 +78,34 @@ class GraphSize:
         return self.tokens, self.has_wide_rows, self.rows * self.blocks, self.queries
 
 
-def packed_graph_sizes(blocks: int) -> list[GraphSize]:
-    """The sizes for a backend that packs rows of any widths, each of up to `blocks` blocks: tokens, drafts, prompts."""
+def packed_graph_sizes(blocks: int, most_blocks: int = 0) -> list[GraphSize]:
+    """The sizes for a backend that packs rows of any widths, each of up to `blocks` blocks: tokens, drafts, prompts.
+
+    Few rows may have up to `most_blocks`, if that is more, unless one is part of a prompt.
+    """
     prompts = [
         GraphSize(rows, tokens, tokens, blocks, _NARROW * rows)
         for tokens in range(2 * WORD, MOST_TOKENS + 1, _PROMPT_STEP)
         for rows in _PROMPT_ROWS
     ]
+    decoding = [
+        GraphSize(rows, WORD, rows * width, most, rows * width)
+        for most in _lengths(blocks, most_blocks)
+        for rows, width in _decoding(most > blocks)
+    ]
+    return _ordered(decoding + prompts)
+
+
+def padded_graph_sizes(blocks: int, most_blocks: int = 0) -> list[GraphSize]:
+    """The sizes for a backend that pads all rows to one width, and skips blocks that a row does not use: no prompts.
+
+    `blocks` and `most_blocks` are as for `packed_graph_sizes`.
+    """
     return _ordered(
-        [GraphSize(rows, WORD, rows * width, blocks, rows * width) for rows, width in _decoding()] + prompts
+        GraphSize(rows, width, rows * width, most, rows * width)
+        for most in _lengths(blocks, most_blocks)
+        for rows, width in _decoding(most > blocks)
     )
-
-
-def padded_graph_sizes(blocks: int) -> list[GraphSize]:
-    """The sizes for a backend that pads all rows to one width, and skips blocks that a row does not use: no prompts."""
-    return _ordered(GraphSize(rows, width, rows * width, blocks, rows * width) for rows, width in _decoding())
 
 
 def gathered_graph_sizes(block_size: int, longest: int) -> list[GraphSize]:
@@ -140,8 +156,9 @@ def describe_graphs() -> str:
     return (
         f"CUDA graphs of the target, captured before the first request: {len(decoding)} by rows and tokens in all "
         f"({by_rows}); {len(prompts)} with prompts, of {_listed(size.tokens for size in prompts)} tokens with up to "
-        f"{_PROMPT_ROWS[0]} and {_PROMPT_ROWS[-1]} rows; larger steps, and models without attention or with "
-        "recurrent layers of which we have no kernels, are launched kernel by kernel"
+        f"{_PROMPT_ROWS[0]} and {_PROMPT_ROWS[-1]} rows; each for rows of up to {LONGEST} tokens of context, and those "
+        f"of up to {FEW_ROWS} rows without prompts also for {LONGEST_OF_FEW}; larger steps, and models "
+        "without attention or with recurrent layers of which we have no kernels, are launched kernel by kernel"
     )
 
 
@@ -149,9 +166,14 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(set(numbers))))
 
 
-def _decoding() -> list[tuple[int, int]]:
+def _lengths(blocks: int, most_blocks: int) -> tuple[int, ...]:
+    return (blocks, most_blocks) if most_blocks > blocks else (blocks,)
+
+
+def _decoding(are_few: bool = False) -> list[tuple[int, int]]:
     """Rows, and tokens per row."""
-    return [(rows, width) for rows in _ROWS for width in _WIDTHS if rows * width <= MOST_TOKENS]
+    rows = [count for count in _ROWS if count <= FEW_ROWS or not are_few]
+    return [(count, width) for count in rows for width in _WIDTHS if count * width <= MOST_TOKENS]
 
 
 def _ordered(sizes: Iterable[GraphSize]) -> list[GraphSize]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from cluster.core.ids import BlockId
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.graph_sizes import (
+    FEW_ROWS,
+    LONGEST,
+    LONGEST_OF_FEW,
     MOST_TOKENS,
     GraphSize,
     describe_graphs,
@@ -65,6 +71,29 @@ def test_a_backend_that_pads_rows_has_graphs_of_one_width() -> None:
     assert found is not None
     assert (found.rows, found.queries, found.tokens) == (2, 16, 32)
     assert smallest_graph(sizes, [shape(fresh=100)], 1, BLOCK) is None
+
+
+@pytest.mark.parametrize("sizes", [packed_graph_sizes, padded_graph_sizes])
+def test_few_long_rows_have_graphs_of_their_own_and_short_rows_never_pad_to_them(sizes: Callable[..., Any]) -> None:
+    listed = sizes(BLOCKS, 4 * BLOCKS)
+    assert [size for size in listed if size.blocks == BLOCKS] == sizes(BLOCKS)
+    longest = shape(4 * BLOCK * BLOCKS - 8, nodes=7)
+    for rows, found in (
+        ([shape(70)], (1, 1, BLOCKS)),
+        ([shape(BLOCK * BLOCKS)], (1, 1, 4 * BLOCKS)),
+        ([longest] * FEW_ROWS, (8, 64, 4 * BLOCKS)),
+        ([longest, *[shape(70)] * 7], (8, 16 if sizes is packed_graph_sizes else 64, 4 * BLOCKS)),
+    ):
+        size = smallest_graph(listed, rows, len(rows), BLOCK)
+        assert size is not None
+        assert (size.rows, size.tokens, size.blocks) == found
+    assert smallest_graph(listed, [longest] * (FEW_ROWS + 1), 8, BLOCK) is None
+    assert smallest_graph(listed, [shape(BLOCK * BLOCKS, fresh=100)], 1, BLOCK) is None
+
+
+def test_graphs_of_long_rows_need_no_more_memory_for_the_sums_of_splits() -> None:
+    most = max(size.tokens for size in packed_graph_sizes(LONGEST, LONGEST_OF_FEW) if size.blocks > LONGEST)
+    assert most * LONGEST_OF_FEW <= MOST_TOKENS * LONGEST
 
 
 def test_a_backend_that_gathers_has_graphs_of_several_lengths() -> None:
