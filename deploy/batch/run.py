@@ -12,12 +12,11 @@ from typing import Any, TextIO
 import httpx
 
 from cluster.core.errors import ConfigurationError, shorten
-from deploy.network.https_client import JSON_HEADERS, TEMPORARY, to_json, why_silent
+from deploy.network.https_client import JSON_HEADERS, LONGEST_PAUSE_SECONDS, TEMPORARY, retry_after, to_json, why_silent
 
 Report = Callable[[float, str], None]
 """Called with the share of the lines that are done, and a description."""
 
-_LONGEST_PAUSE_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 0.5
 _CONNECTION_ATTEMPTS = 3
 
@@ -121,9 +120,9 @@ class BatchRun:
                 failures += response.status_code == httpx.codes.BAD_GATEWAY  # a proxy that cannot reach the server
                 if response.status_code not in TEMPORARY or failures >= _CONNECTION_ATTEMPTS:
                     return _result(request, number, response)
-                pause = max(pause, _retry_after(response))
+                pause = max(pause, retry_after(response))
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
 def _result(request: BatchRequest, number: int, response: httpx.Response) -> BatchResult:
@@ -133,14 +132,6 @@ def _result(request: BatchRequest, number: int, response: httpx.Response) -> Bat
         body = response.text
     request_id = response.headers.get("x-request-id", "")
     return BatchResult(request.custom_id, number, response.status_code, request_id, body)
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the server asks to wait; 0 if it names none."""
-    try:
-        return min(_LONGEST_PAUSE_SECONDS, max(0.0, float(response.headers.get("retry-after", "0"))))
-    except ValueError:
-        return 0.0
 
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")

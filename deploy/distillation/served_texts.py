@@ -19,7 +19,7 @@ from pilotfish.v1 import common_pb2, generation_pb2
 from workers.model.target_ends import read_config
 
 _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Pauses before a request is sent again that the server lost or refused because it is busy, in seconds."""
+"""Least pauses before a request is sent again that the server lost or refused because it is busy, in seconds."""
 _PROBE = "A text of 25 words, for which (in theory) other tokenizers find other tokens: naïve, 東京, x += 1;"
 _TOKEN_ID = "token_id:"  # noqa: S105 - how a token's id is written
 _ABORTED = "abort"
@@ -132,8 +132,9 @@ class ServedTexts:
             try:
                 return await self._whole(body)
             except (NotReady, WorkerUnavailable) as error:
-                self.told(f"{error}; asked again in {pause:g} s")
-            await asyncio.sleep(pause)
+                wait = max(pause, error.retry_after_seconds)
+                self.told(f"{error}; asked again in {wait:g} s")
+            await asyncio.sleep(wait)
         return await self._whole(body)
 
     async def _whole(self, body: dict[str, Any]) -> Any:

@@ -36,6 +36,8 @@ JSON_HEADERS = {"content-type": "application/json"}
 TEMPORARY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE)
 """Statuses after which the same request may be answered later."""
 
+LONGEST_PAUSE_SECONDS = 60.0
+"""Longest pause before a refused request is sent again, in seconds."""
 _LONGEST_REASON = 200
 _LONGEST_BODY = 500
 _CONNECT_SECONDS = 10.0
@@ -144,6 +146,14 @@ def refusal_text(response: httpx.Response) -> str:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         text = response.json()["error"]["message"]
     return " ".join(str(text).split())
+
+
+def retry_after(response: httpx.Response) -> float:
+    """Return the seconds for which a refusal asks to wait, 60 at most; 0 if it names no number of seconds."""
+    try:
+        return min(LONGEST_PAUSE_SECONDS, max(0.0, float(response.headers.get("retry-after", "0"))))
+    except ValueError:
+        return 0.0
 
 
 def refusal_hint(status: int) -> str:

@@ -33,6 +33,7 @@ from deploy.network.https_client import (
     open_client,
     refusal_hint,
     refusal_text,
+    retry_after,
     to_json,
     verification,
     why_silent,
@@ -193,7 +194,10 @@ async def stream(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) 
 
 
 def _checked(response: httpx.Response) -> httpx.Response:
-    """Raise the error of a refused request: `NotReady` if a later one may succeed, `ConfigurationError` if none can."""
+    """Raise the error of a refused request: `ConfigurationError` if a later one cannot succeed, `NotReady` if it may.
+
+    A `NotReady` has the seconds for which the server asks to wait.
+    """
     if response.is_success:
         return response
     code = ""
@@ -202,7 +206,9 @@ def _checked(response: httpx.Response) -> httpx.Response:
     said, hint = refusal_text(response), refusal_hint(response.status_code)
     message = f"{response.request.url} answered {response.status_code}: {said}{hint}"
     if response.status_code in TEMPORARY:
-        raise NotReady(message)
+        error = NotReady(message)
+        error.retry_after_seconds = retry_after(response)
+        raise error
     if response.status_code in (InvalidRequest.http_status, TooLarge.http_status) or code == UnknownModel.http_code:
         raise ConfigurationError(message)
     raise WorkerUnavailable(message)

@@ -110,10 +110,21 @@ def asking(handle: Callable[[httpx.Request], httpx.Response], told: list[str]) -
     return ServedTexts(client, "tiny", 10, 100, told.append)
 
 
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses before requests are sent again, in seconds. None takes any time."""
+    found: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        found.append(seconds)
+
+    monkeypatch.setattr(served_texts.asyncio, "sleep", sleep)
+    return found
+
+
 async def test_a_request_whose_connection_is_lost_or_that_is_refused_for_now_is_sent_again(
-    monkeypatch: pytest.MonkeyPatch,
+    pauses: list[float],
 ) -> None:
-    monkeypatch.setattr(served_texts, "_PAUSES", (0.0,) * 3)
     bodies: list[dict[str, object]] = []
     told: list[str] = []
 
@@ -134,6 +145,7 @@ async def test_a_request_whose_connection_is_lost_or_that_is_refused_for_now_is_
 
     assert list(response.delta.token_ids) == [5, 6]
     assert len(told) == 2 and all("http://elsewhere:8000" in line for line in told)
+    assert pauses == [1.0, 2.0]
     assert bodies[0] == bodies[2]
     assert bodies[2].items() >= {"prompt": [1, 2, 3], "max_tokens": 7, "seed": 7, "store": False}.items()
 
@@ -171,9 +183,28 @@ async def test_an_answer_of_another_form_is_refused_by_the_address(choice: dict[
         _ = [one async for one in asking(answer, []).generate(request, 1.0)]
 
 
-async def test_an_answer_that_the_server_aborts_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "waited"),
+    [("7", 7.0), ("0.5", 1.0), ("86400", 60.0), ("-3", 1.0), ("nan", 1.0), ("Fri, 31 Dec 1999 23:59:59 GMT", 1.0)],
+)
+async def test_a_busy_server_is_asked_again_when_it_says_so_within_a_minute(
+    pauses: list[float], said: str, waited: float
+) -> None:
+    told: list[str] = []
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        if not pauses:
+            return httpx.Response(429, headers={"retry-after": said}, json={"error": {"message": "busy"}})
+        return httpx.Response(200, json={"choices": [{"token_ids": [5]}]})
+
+    request = generation_pb2.GenerateRequest(stopping=generation_pb2.StoppingCriteria(max_tokens=1))
+    (response,) = [one async for one in asking(answer, told).generate(request, 1.0)]
+    assert list(response.delta.token_ids) == [5]
+    assert pauses == [waited] and told[0].endswith(f"busy; asked again in {waited:g} s")
+
+
+async def test_an_answer_that_the_server_aborts_is_asked_for_again(pauses: list[float]) -> None:
     """A server that stops answers with what it has: not the text that the command would write."""
-    monkeypatch.setattr(served_texts, "_PAUSES", (0.0,))
     reasons, told = ["abort", "length"], list[str]()
 
     def answer(_: httpx.Request) -> httpx.Response:
@@ -182,7 +213,7 @@ async def test_an_answer_that_the_server_aborts_is_asked_for_again(monkeypatch: 
 
     request = generation_pb2.GenerateRequest(stopping=generation_pb2.StoppingCriteria(max_tokens=3))
     (response,) = [one async for one in asking(answer, told).generate(request, 1.0)]
-    assert list(response.delta.token_ids) == [5, 5] and not reasons
+    assert list(response.delta.token_ids) == [5, 5] and not reasons and pauses == [1.0]
     assert told[0].startswith("http://elsewhere:8000") and "the server aborted the answer; asked again" in told[0]
 
 
