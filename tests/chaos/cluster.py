@@ -149,6 +149,8 @@ class ChaosCluster:
         self.look_seconds = 0.05
         self.links: list[FaultyLink] = []
         self.doors: list[FaultyLink] = []
+        self.learner: tuple[str, ...] = ()
+        """Starts the learner's process, where drafts learn."""
         self._configuration = configuration
         self._ranks = tuple(ranks)
         self._drafters = drafters
@@ -183,14 +185,16 @@ class ChaosCluster:
         """Return once all processes serve."""
         values = self._configuration.model_dump_json()
         drafts = [
-            Slot(f"draft-{index}", "draft", RoleSpec("draft", values), self._log()) for index in range(self._drafters)
+            Slot(f"draft-{index}", "draft", RoleSpec("draft", values, learner=self.learner), self._log())
+            for index in range(self._drafters)
         ]
         self._owners = [Owner([slot], self.replacements) for slot in drafts]
         coordinators: list[Slot] = []
         for index, size in enumerate(self._ranks):
             sized = self._configuration.target.model_copy(update={"tensor_parallel": size})
             of_target = self._configuration.model_copy(update={"target": sized}).model_dump_json()
-            ranks = [Slot(f"target-{index}", "target", RoleSpec("target", of_target), self._log())]
+            first = RoleSpec("target", of_target, learner=self.learner)
+            ranks = [Slot(f"target-{index}", "target", first, self._log())]
             for rank in range(1, size):
                 spec = RoleSpec("rank", of_target, rank)
                 ranks.append(Slot(f"target-{index}-rank-{rank}", "rank", spec, self._log()))

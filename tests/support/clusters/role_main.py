@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
+from cluster.core.ports import DraftMethod
 from cluster.ingress.grpc import RoutedGenerationServicer
 from cluster.ingress.http import create_app
 from cluster.ingress.observability.operations import RoutedOperationsServicer
@@ -40,6 +41,7 @@ from pilotfish.v1 import generation_pb2_grpc, operations_pb2_grpc
 from tests.support.clusters.coordinators import coordinator
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
+from workers.serve.learning.learner import Learner, LearnerOptions, start_learner
 from workers.serve.lease_servicer import Leases
 from workers.serve.worker_server import WorkerHost, host_draft, host_target
 from workers.verify.build import build_engine
@@ -48,6 +50,9 @@ from workers.verify.group import DriverRank, join_group, leave_group, run_worker
 LOOPBACK = "127.0.0.1"
 LEASE_SECONDS = 5.0
 """Silence after which a drafter releases what a coordinator holds, in seconds."""
+
+FRESH_TEXTS = 24
+"""New texts after which drafts that learn are trained."""
 
 RoleKind = Literal["target", "rank", "draft", "coordinator", "ingress"]
 
@@ -65,6 +70,8 @@ class RoleSpec:
     target: str = ""
     drafts: tuple[str, ...] = ()
     coordinators: tuple[str, ...] = ()
+    learner: tuple[str, ...] = ()
+    """Starts the learner's process, where drafts learn."""
 
     def to_json(self) -> str:
         """The role as text."""
@@ -74,7 +81,7 @@ class RoleSpec:
     def from_json(cls, text: str) -> RoleSpec:
         """The role from text."""
         values = json.loads(text)
-        lists = {name: tuple(values[name]) for name in ("drafts", "coordinators")}
+        lists = {name: tuple(values[name]) for name in ("drafts", "coordinators", "learner")}
         return cls(**values | lists)
 
 
@@ -143,7 +150,9 @@ async def _start_target(role: RoleSpec, configuration: Configuration, stack: Asy
     method = await asyncio.to_thread(create, draft, target) if draft.is_colocated else None
     engine = await asyncio.to_thread(build_engine, target, method=method)
     driver = DriverRank(engine, target.step_timeout_seconds) if target.tensor_parallel > 1 else None
-    hosting = host_target(LOOPBACK, driver or engine, hang_seconds=target.step_timeout_seconds)
+    learner = await _start_learner(role, configuration, method, lambda: engine.is_idle)
+    learning = None if learner is None else learner.status
+    hosting = host_target(LOOPBACK, driver or engine, hang_seconds=target.step_timeout_seconds, learning=learning)
     host = await stack.enter_async_context(hosting)
 
     def check_health() -> None:
@@ -179,9 +188,22 @@ async def _start_rank(role: RoleSpec, configuration: Configuration, stack: Async
 
 async def _start_draft(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
     method = await asyncio.to_thread(create, configuration.draft, configuration.target)
-    host: WorkerHost = await stack.enter_async_context(host_draft(LOOPBACK, method, leases=Leases(LEASE_SECONDS)))
+    leases = Leases(LEASE_SECONDS)
+    learner = await _start_learner(role, configuration, method, lambda: leases.is_empty)
+    hosting = host_draft(LOOPBACK, method, leases=leases, learner=learner)
+    host: WorkerHost = await stack.enter_async_context(hosting)
     sessions: Any = getattr(method, "_sessions", ())
     return RunningRole(host.address, host.check_health, lambda: {"sequences": len(sessions)})
+
+
+async def _start_learner(
+    role: RoleSpec, configuration: Configuration, method: DraftMethod | None, is_idle: Callable[[], bool]
+) -> Learner | None:
+    """A learner that trains often, where the method learns in this process."""
+    if configuration.draft.learn == "off" or method is None:
+        return None
+    options = LearnerOptions(role.learner, fresh_texts=FRESH_TEXTS, least_held_back=3, idle_seconds=0.2)
+    return await asyncio.to_thread(start_learner, configuration, method, is_idle, options)
 
 
 async def _start_coordinator(role: RoleSpec, configuration: Configuration, stack: AsyncExitStack) -> RunningRole:
