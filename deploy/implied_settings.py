@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from cluster.core.config.sections import Configuration
+from cluster.core.drafting import Tap
 from cluster.core.errors import ConfigurationError, shorten
 from workers.draft.common.modules.module_settings import LEAST_SEQUENCES, ContextSettings
 from workers.draft.registry import METHODS, check_learning, needs_of, placement_of
+from workers.model.weight_files import stated_layers
 from workers.serve.configuration import load_configuration
 
 NOT_LOSSLESS = (
@@ -39,7 +42,7 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
         "target.kv.sequences": sequences or most,
         "target.kv.step_tokens": configuration.target.kv.step_tokens or configuration.scheduler.max_step_tokens,
         "draft.placement": place,
-        "target.evidence.taps": needs.taps,
+        "target.evidence.taps": _taps(configuration, needs.taps),
         "target.evidence.top": needs.top,
         "target.evidence.decisions": needs.decisions,
         "target.evidence.is_sent": needs.any and place == "drafter",
@@ -62,6 +65,13 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
             if is_own and _at(values, key) != _at(defaults, key):
                 raise ConfigurationError(f"{key}: {shorten(_at(values, key))} is refused; draft.method={name} sets it")
     return load_configuration(values, implied)
+
+
+def _taps(configuration: Configuration, needed: tuple[Tap, ...]) -> tuple[Tap, ...]:
+    """The taps that the target takes. A draft that learns from hidden states learns from the last layer's, too."""
+    layers = stated_layers(Path(configuration.target.path))
+    has_last = not needed or -1 in needed or layers in needed
+    return needed if configuration.draft.learn == "off" or has_last else (*needed, -1)
 
 
 def _kept_sequences(configuration: Configuration, place: str) -> dict[str, int]:

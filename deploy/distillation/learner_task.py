@@ -6,7 +6,8 @@ It computes with one thread.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +21,12 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from workers.distill.online import OnlinePlan, ServedText, train_online
 from workers.distill.online_model import load_served_student, train_model_online
+from workers.distill.target_head import TargetHead, read_target_head
 from workers.draft.common.learning import CollectedText, LearnsOnline, salt_key
 from workers.draft.registry import create
 from workers.model.draft_card import LAYERS
 from workers.model.drafting.files import load_drafter, parameters_of
+from workers.model.weight_files import stated_layers
 from workers.sampling.acceptance import DecidedTree
 from workers.serve.configuration import load_configuration
 from workers.serve.learning.messages import NOISE, Candidate, Task, steps_saved
@@ -45,38 +48,85 @@ def learn(task: Task) -> Candidate:
     beyond the noise, they are the candidate at once; else the training begins with the better ones of both.
     """
     configuration = load_configuration(task.configuration)
-    parameters, train = _trainable(configuration, task.seed)
-    original = _rounded(parameters)
+    trainable = _trainable(configuration, task.seed)
+    original = _rounded(trainable.parameters)
     before, first = (_rounds(configuration, weights, task.held_back) for weights in (task.weights, original))
     tokens = tuple(max(0, len(text.tokens) - text.base_len) for text in task.held_back)
     saved = steps_saved(before, first)
     if saved > NOISE:
         return Candidate(original, before, first, tokens)
     best, after = (original, first) if saved > 0 else (task.weights, before)
-    texts, left_out = (
-        [ServedText(text.tokens, text.base_len, text.first, text.hidden) for text in part]
-        for part in (task.training, task.left_out)
-    )
+    texts = [trainable.goals(text) for text in task.training]
+    left_out = [trainable.text(text) for text in task.left_out]
     with torch.enable_grad():
-        trained = _rounded(train(parameters=best, texts=texts, left_out=left_out))
+        trained = _rounded(trainable.train(parameters=best, texts=texts, left_out=left_out))
     rounds = _rounds(configuration, trained, task.held_back)
     if steps_saved(after, rounds) >= 0:
         best, after = trained, rounds
     return Candidate(best, before, after, tokens)
 
 
-def _trainable(configuration: Configuration, seed: int) -> tuple[Mapping[str, Tensor], partial[Mapping[str, Tensor]]]:
-    """The parameters of the draft's files, and the training that `parameters`, `texts` and `left_out` are given to."""
-    target = Path(configuration.target.path)
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Where a module finds what it reads among the hidden states that the target showed of a text."""
+
+    hidden_size: int
+    own: tuple[int, ...]
+    """The taps that the module reads."""
+    last: int | None
+    """The last layer's output; `None` where the target did not show it."""
+
+    def text(self, text: CollectedText) -> ServedText:
+        """The text with the taps of the module alone."""
+        taps = text.hidden.view(len(text.hidden), -1, self.hidden_size)
+        return ServedText(text.tokens, text.base_len, text.first, taps[:, list(self.own)].flatten(1))
+
+    def goals(self, head: TargetHead | None, text: CollectedText) -> ServedText:
+        """The same with the target's most probable tokens, where its head and its last layer's output are known."""
+        found = self.text(text)
+        if head is None or self.last is None:
+            return found
+        written = text.base_len - 1
+        states = text.hidden.view(len(text.hidden), -1, self.hidden_size)[written - 1 - text.first :, self.last]
+        return replace(found, leading=head.leading(states, torch.tensor(text.tokens[written:]), text.start.sampling))
+
+
+@dataclass(frozen=True, slots=True)
+class _Trainable:
+    """A draft that is trained."""
+
+    parameters: Mapping[str, Tensor]
+    """Those of its files."""
+    train: Callable[..., Mapping[str, Tensor]]
+    """The training that `parameters`, `texts` and `left_out` are given to."""
+    text: Callable[[CollectedText], ServedText]
+    """What the training reads of a text that it measures on."""
+    goals: Callable[[CollectedText], ServedText]
+    """What it reads of a text that it takes steps on."""
+
+
+def _trainable(configuration: Configuration, seed: int) -> _Trainable:
+    """The draft of the configuration."""
+    target, taken = Path(configuration.target.path), configuration.target.evidence.taps
     if (model := configuration.draft.weights) is not None:
         student = load_served_student(Path(model.path), target)
         plan = OnlinePlan(_STEPS[model.draft_kind], seed=seed)
-        return student.own_parameters(), partial(train_model_online, student, plan=plan)
+        return _Trainable(student.own_parameters(), partial(train_model_online, student, plan=plan), _tokens, _tokens)
     (settings,) = configuration.draft.modules.values()
     kind, taps = settings.draft_kind, settings.taps if isinstance(settings, DraftModuleSection) else ()
     loaded = load_drafter(Path(settings.path), target, torch.float32, torch.device("cpu"), kind, taps=taps)
     plan = OnlinePlan(_STEPS[kind], seed=seed)
-    return parameters_of(loaded.module), partial(train_online, loaded.module, ends=loaded.ends, plan=plan)
+    layers = stated_layers(target)
+    last = next((column for column, tap in enumerate(taken) if tap in (-1, layers)), None)
+    columns = _Columns(loaded.card.hidden_size, tuple(taken.index(tap) for tap in loaded.card.taps), last)
+    head = None if last is None else read_target_head(target, loaded.card, loaded.ends.vocabulary)
+    train = partial(train_online, loaded.module, ends=loaded.ends, plan=plan)
+    return _Trainable(parameters_of(loaded.module), train, columns.text, partial(columns.goals, head))
+
+
+def _tokens(text: CollectedText) -> ServedText:
+    """What a draft model reads of a text."""
+    return ServedText(text.tokens, text.base_len, text.first, text.hidden)
 
 
 def _rounds(

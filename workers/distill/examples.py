@@ -85,6 +85,19 @@ def write_leading(answer: Answer, tokens: npt.NDArray[np.int64], log_probabiliti
         log_probabilities[:, :width] = answer.leading.log_probabilities[:count]
 
 
+def successors(answer: Answer, length: int, width: int) -> tuple[Tensor, Tensor]:
+    """The target's most probable tokens after each of the first tokens of prompt and answer, and their probabilities.
+
+    Both are [length, width], int64 and float32; 0 where unknown. The token itself is certain where the answer has no
+    probabilities.
+    """
+    ids = np.full((length, width), -1, np.int64)
+    log_probabilities = np.full((length, width), -np.inf, np.float32)
+    own = slice(len(answer.prompt) - 1, length - 1)
+    write_leading(answer, ids[own], log_probabilities[own])
+    return torch.from_numpy(ids).clamp_(min=0), torch.from_numpy(log_probabilities).exp_()
+
+
 def padded(rows: Sequence[Sequence[int]], device: torch.device, padding: int = 0) -> tuple[Tensor, Tensor]:
     """Token ids [rows, length], padded on the right, and where they are tokens, both int64."""
     tokens = torch.full((len(rows), max(map(len, rows))), padding, dtype=torch.long)

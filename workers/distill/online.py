@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.answers import Answer
+from workers.distill.answers import Answer, Leading
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
@@ -46,6 +46,8 @@ class ServedText:
     """Position of the first row of `hidden`, at most `base_len - 2`."""
     hidden: Tensor
     """[positions, taps x hidden size] Residual streams of the target."""
+    leading: Leading | None = None
+    """The target's most probable tokens in the place of each of `tokens[base_len - 1:]`; `None`: these are certain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,9 @@ def train_online(
 ) -> Mapping[str, Tensor]:
     """The parameters of a module after a training that begins with `parameters`. The module stays as it is.
 
-    The loss is the cross entropy of the committed tokens along paths of drafted ones; of a DSpark drafter and of an
-    EAGLE-3 head it is the one of its own training. Of the states that it passes, the one that predicts `left_out` best
+    The loss is the KL divergence from the target along paths of drafted tokens, where its probabilities are known, else
+    the cross entropy of the committed tokens; of a DSpark drafter and of an EAGLE-3 head it is the one of its own
+    training. Of the states that it passes, the one that predicts `left_out` best
     is kept; without any, the last one. Raises `ValueError` without a position to learn from, and `ConfigurationError`
     for a module that does not learn.
     """
@@ -197,6 +200,7 @@ class _ServedTaps:
             False,
             tuple(text.tokens[text.first : text.base_len - 1]),
             tuple(text.tokens[text.base_len - 1 : end]),
+            text.leading,
         )
         self._rows[answer.key], self.width = rows, rows.shape[1]
         return answer

@@ -28,6 +28,18 @@ def is_encoder_decoder(directory: Path) -> bool:
     return bool(config_values(directory).get("is_encoder_decoder"))
 
 
+def stated_layers(directory: Path) -> int | None:
+    """The number of a model's decoder layers that its `config.json` states; `None` where it states none."""
+    values = config_values(directory)
+    of_text = values.get("text_config")
+    names = ("decoder_layers", "num_decoder_layers") if values.get("is_encoder_decoder") else ()
+    for part in (values, of_text if isinstance(of_text, dict) else {}):
+        for name in (*names, "num_hidden_layers", "num_layers", "n_layer"):
+            if isinstance(count := part.get(name), int):
+                return count
+    return None
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files that `transformers` loads: the only one, else those of the index, else all, by name.
 

@@ -179,6 +179,24 @@ def test_a_target_fuses_no_hidden_states_for_a_drafter_that_learns(tmp_path: Pat
         assert (evidence.fusion is not None, evidence.is_sent, len(evidence.taps)) == (has_fusion, True, 2)
 
 
+@pytest.mark.parametrize(("read", "taken"), [((1,), (1, -1)), ((1, 2), (1, 2))])
+def test_a_target_takes_its_last_layer_s_output_for_a_draft_that_learns(
+    tmp_path: Path, read: tuple[int, ...], taken: tuple[int, ...]
+) -> None:
+    """The probabilities that are learned follow from it. A target of two layers may show it already."""
+    drafting_modules.save(tiny.save(tmp_path / "target", tiny.llama()), tmp_path / "eagle", "eagle", read)
+    values = {
+        "target": {"path": str(tmp_path / "target")},
+        "draft": {"method": "eagle", "eagle": {"path": str(tmp_path / "eagle")}},
+    }
+    for learn, taps in (("off", read), ("on", taken)):
+        implied = with_implied_settings(load_configuration(values, {"draft.learn": learn}))
+        assert implied.target.evidence.taps == taps
+        assert with_implied_settings(implied) == implied
+    model = {"draft": {"method": "model", "model": {"path": "x"}, "learn": "on"}}
+    assert with_implied_settings(load_configuration(model)).target.evidence.taps == ()
+
+
 def of_eagle(directory: Path, settings: dict[str, object]) -> Configuration:
     """A configuration whose drafts are those of a module of the kind `eagle`, with `settings`."""
     drafting_modules.save(tiny.save(directory / "target", tiny.llama()), directory / "eagle", "eagle")

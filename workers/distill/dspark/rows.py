@@ -14,6 +14,7 @@ from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
 from workers.distill.dspark.module import Blocks
 from workers.distill.eagle3.states import by_length
+from workers.distill.examples import most_alternatives, successors
 from workers.distill.peers import ALONE, Peers
 from workers.distill.stored_target import read_states
 from workers.model.target_ends import logit_factor
@@ -88,16 +89,17 @@ class TextRows:
     def shown(cls, answers: Sequence[Answer], states: Callable[[Answer], Tensor], *, length: int) -> TextRows:
         """Rows of answers whose taps [tokens, taps x hidden size] are known as `states`, each cut to `length` tokens.
 
-        Of the target's probabilities nothing is known but the tokens that it wrote: these are certain. Raises
-        `ConfigurationError` without a text whose answer has two tokens.
+        The target's probabilities are those that the answers have; without any, the tokens that it wrote are certain.
+        Raises `ConfigurationError` without a text whose answer has two tokens.
         """
         found = cls.__new__(cls)
-        like = states(answers[0]) if answers else torch.empty(0, 0)
-        for one in found._place(answers, length, like.shape[1], 1, like, (0, 1)):
-            place = slice(one.place, one.place + len(one.tokens))
-            found._taps[place] = states(one.answer)[: len(one.tokens)]
-            found._leading[place, 0] = torch.tensor([*one.tokens[1:], 0], dtype=torch.int32)
-        found._shares.fill_(1.0)
+        like, width = states(answers[0]) if answers else torch.empty(0, 0), most_alternatives(answers)
+        for one in found._place(answers, length, like.shape[1], width, like, (0, 1)):
+            count = len(one.tokens)
+            place = slice(one.place, one.place + count)
+            found._taps[place] = states(one.answer)[:count]
+            leading, shares = successors(one.answer, count, width)
+            found._leading[place], found._shares[place] = leading.int(), shares.half()
         return found
 
     @classmethod

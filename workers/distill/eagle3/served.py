@@ -1,4 +1,4 @@
-"""A training by roll-outs on texts that were just served: of the target, their tokens and taps alone are known."""
+"""A training by roll-outs on texts that were just served: of the target, tokens, taps and probabilities are known."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Ends:
 
 
 class ServedTraining(RollOutTraining):
-    """Trains a head on texts whose tokens are known to be the target's, and certain. Its output matrix stays."""
+    """Trains a head on texts with the target's most probable tokens. Its output matrix stays."""
 
     def __init__(self, ends: TargetEnds, head: Eagle3Head, plan: RollOutPlan) -> None:
         vocabulary = torch.arange(len(ends.head)) if ends.vocabulary is None else ends.vocabulary
@@ -40,9 +40,12 @@ class ServedTraining(RollOutTraining):
         self._row_of = ends.row_of
 
     def _wanted(self, batch: TextBatch, places: Tensor) -> Tensor:
-        rows = self._row_of[batch.tokens[:, 2:].flatten()[places]]
+        if batch.successors is None:
+            raise ValueError("texts: needed the target's most probable tokens")
+        leading, shares = (part[:, 1:-1].flatten(0, 1)[places] for part in batch.successors)
+        rows = self._row_of[leading]
         found = torch.zeros((len(rows), len(self._vocabulary)))
-        return found.scatter_(1, rows.clamp(min=0).unsqueeze(1), (rows >= 0).float().unsqueeze(1))
+        return found.scatter_add_(1, rows.clamp(min=0), shares * (rows >= 0))
 
 
 def train_served(

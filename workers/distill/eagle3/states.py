@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.distill.answers import Answer
-from workers.distill.examples import fill_batches
+from workers.distill.examples import fill_batches, most_alternatives, successors
 from workers.distill.stored_target import read_states
 from workers.model.target_ends import logit_factor
 
@@ -34,6 +34,9 @@ class TextBatch:
     """[rows, length, taps x hidden size], in the type of the target."""
     final: Tensor
     """[rows, length, hidden size] The target's last hidden states, after its final norm, times its logits' factor."""
+    successors: tuple[Tensor, Tensor] | None = None
+    """The target's most probable next tokens and their probabilities, [rows, length, alternatives] each, int64 and
+    float32, where they stand for the last hidden states; see `successors`."""
 
 
 class TextStates:
@@ -69,12 +72,18 @@ class TextStates:
 
     @classmethod
     def shown(cls, answers: Sequence[Answer], states: Callable[[Answer], Tensor]) -> TextStates:
-        """Whole answers whose taps [tokens, taps x hidden size] are known as `states`, and no last hidden states."""
+        """Whole answers whose taps [tokens, taps x hidden size] are known as `states`, and no last hidden states.
+
+        The target's probabilities are those that the answers have; without any, the tokens that it wrote are certain.
+        """
         found = cls.__new__(cls)
         taps = [states(answer) for answer in answers]
         longest = max(len(answer.prompt) + len(answer.answer) for answer in answers)
         found._allocate(answers, range(len(answers)), longest, (taps[0].shape[1], 0), taps[0])
         torch.cat(taps, out=found._taps)
+        width = most_alternatives(answers)
+        known = [successors(answer, len(rows), width) for answer, rows in zip(answers, taps, strict=True)]
+        found._successors = torch.cat([one for one, _ in known]), torch.cat([shares for _, shares in known])
         return found
 
     def _allocate(
@@ -93,6 +102,7 @@ class TextStates:
         self._taps, self._final = (
             torch.empty((total, width), dtype=like.dtype, device=like.device) for width in widths
         )
+        self._successors: tuple[Tensor, Tensor] | None = None
 
     @property
     def tokens(self) -> int:
@@ -107,12 +117,14 @@ class TextStates:
     def batch(self, rows: Sequence[int], multiple: int = 1) -> TextBatch:
         """The texts of these numbers, padded to a length that is a multiple of `multiple`."""
         indices, is_token = self._places(rows, multiple)
+        known = self._successors
         return TextBatch(
             self._tokens[indices] * is_token,
             torch.tensor([self.lengths[row] for row in rows]),
             torch.tensor([self._prompts[row] - 1 for row in rows]),
             self._taps[indices],
             self._final[indices],
+            None if known is None else (known[0][indices], known[1][indices]),
         )
 
     def _places(self, rows: Sequence[int], multiple: int = 1) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ _MOST_SALTS = 64
 
 @dataclass(frozen=True, slots=True)
 class CollectedText:
-    """The committed tokens of one sequence, and what its method reads of the target at consecutive positions.
+    """The committed tokens of one sequence, and what the target showed of it at consecutive positions.
 
     These positions begin where the method wants it, at the latest at the end of the prompt if the target showed it.
     """
@@ -46,7 +46,10 @@ class CollectedText:
     first: int
     """Position of the first row of `hidden`."""
     hidden: Tensor
-    """[positions, taps x hidden size], bfloat16, in memory of the CPU: the taps that the method reads, in its order."""
+    """[positions, taps x hidden size], bfloat16, in memory of the CPU: the taps that the target takes, in their order.
+
+    These are the taps that the method reads, and the last layer's output, from which the target's probabilities follow.
+    """
 
     @property
     def base_len(self) -> int:

@@ -147,15 +147,11 @@ def _ends(
     target_directory: Path, card: DraftDescription, weights: DraftWeights, dtype: torch.dtype, device: torch.device
 ) -> TargetEnds:
     """The ends of a target for a draft, with the draft's own embedding and head in the place of the target's."""
-    config = read_target_config(target_directory, card)
     if weights.embedding is not None and weights.head is not None and not _reads_final_states(card):
+        read_target_config(target_directory, card)
         own = weights.embedding.to(device, dtype), weights.head.to(device, dtype)
         return TargetEnds(*own, None, 0.0, weights.vocabulary).to(device)
-    whole = (
-        read_decoder_ends(target_directory, config)
-        if config.is_encoder_decoder
-        else _decoder_only_ends(target_directory, card)
-    )
+    whole = _whole_ends(target_directory, card)
     vocabulary = weights.vocabulary
 
     def reduced(values: Tensor) -> Tensor:
@@ -171,6 +167,21 @@ def _ends(
         vocabulary,
         None if whole.bias is None or weights.head is not None else reduced(whole.bias),
     ).to(device)
+
+
+def read_target_ends(target_directory: Path, card: DraftDescription) -> DecoderEnds:
+    """The target's own ends as its files have them, whatever a draft with this card brings of its own.
+
+    Raises `ModelLoadError` for a target of other sizes, or whose final norm is neither a plain RMS norm nor missing.
+    """
+    return _whole_ends(target_directory, replace(card, shape=None))
+
+
+def _whole_ends(target_directory: Path, card: DraftDescription) -> DecoderEnds:
+    config = read_target_config(target_directory, card)
+    if config.is_encoder_decoder:
+        return read_decoder_ends(target_directory, config)
+    return _decoder_only_ends(target_directory, card)
 
 
 def _reads_final_states(card: DraftDescription) -> bool:

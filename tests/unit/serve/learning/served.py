@@ -32,6 +32,8 @@ from workers.serve.learning.versions import Versions
 from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 
+LAYERS = 2
+"""Those of the target."""
 TOKENS = 24
 BUDGET = DraftBudget(3, 3)
 TIMES = 10
@@ -45,6 +47,7 @@ MODEL: dict[str, Any] = {"candidates": 1, "width": 1, "lookup": "off", "device":
 DRAFTS: dict[str, tuple[tuple[int, ...], Shape | None, dict[str, Any]]] = {
     "heads": ((2,), HeadsShape(3, mix_rank=8, selector_rank=0), {"candidates": 1}),
     "eagle": ((1, 2), EagleShape(LAYER), {"candidates": 1, "width": 1}),
+    "early": ((1,), EagleShape(LAYER), {"candidates": 1, "width": 1}),
     "block": ((1, 2), BlockShape(LAYER, block=3, selector_rank=0), {"candidates": 1}),
     "dspark": ((0, 1, 2), None, {"candidates": 1}),
     "eagle3": ((0, 1, 2), None, {"candidates": 1, "width": 1}),
@@ -54,7 +57,7 @@ DRAFTS: dict[str, tuple[tuple[int, ...], Shape | None, dict[str, Any]]] = {
 """By kind: the taps, the shape of the module, and settings with which drafts are chains."""
 COMMAND = (sys.executable, "-m", "deploy.distillation.learner_process", "normal")
 """The learner's process with the usual priority, so that a loaded machine does not delay the test."""
-METHODS = {"dspark": "block", "eagle3": "eagle", "distilled": "model"}
+METHODS = {"dspark": "block", "eagle3": "eagle", "distilled": "model", "early": "eagle"}
 """The methods of kinds with other names."""
 Message = TypeVar("Message", Task, Candidate)
 
@@ -86,7 +89,7 @@ class Served:
             config = public_drafts.speculators_block("dspark", aux_hidden_state_layer_ids=list(taps))
             public_drafts.write(draft, config, tensors)
         else:
-            drafting_modules.save(target, draft, kind, taps, vocabulary, shape=shape)
+            drafting_modules.save(target, draft, method, taps, vocabulary, shape=shape)
         self.values: dict[str, Any] = {
             "target": {
                 "path": str(target),
@@ -95,7 +98,7 @@ class Served:
                 "compile": "off",
                 "compile_directory": str(KEPT),  # the learner's process finds compiled kernels there
                 "kv": {"pool_bytes": 4 << 20},
-                "evidence": {"taps": taps},
+                "evidence": {"taps": taps if not taps or LAYERS in taps else (*taps, -1)},
             },
             "draft": {
                 "method": method,

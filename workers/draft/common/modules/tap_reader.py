@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 from cluster.core.config.target_section import TargetSection
@@ -39,6 +40,12 @@ class TapReader:
         self._columns = [taken.index(tap) for tap in taps]
         self._taken = len(taken)
         self._hidden_size = hidden_size
+
+    def of_all_taps(self) -> TapReader:
+        """A reader of everything that the target sends of a position, in the target's order."""
+        found = copy(self)
+        found._columns = list(range(self._taken))
+        return found
 
     @property
     def position_bytes(self) -> int:

@@ -55,13 +55,14 @@ class TextCollector:
     def __init__(self, reader: TapReader, before: int = 0) -> None:
         """`before` is the number of positions before the last one of the prompt that are collected, too."""
         self.reader = reader
+        self._kept = reader.of_all_taps()
         self._before = before
         self._reservoir: Reservoir | None = None
 
     @property
     def default_bytes(self) -> int:
         """Memory for texts where the settings do not say how much, in bytes."""
-        return min(max(_LEAST_BYTES, _TEXTS * _MOST_COLLECTED * self.reader.position_bytes), _MOST_BYTES)
+        return min(max(_LEAST_BYTES, _TEXTS * _MOST_COLLECTED * self._kept.position_bytes), _MOST_BYTES)
 
     def collect_into(self, reservoir: Reservoir) -> None:
         """Add the texts of finished sequences to `reservoir` from now on."""
@@ -75,7 +76,7 @@ class TextCollector:
         oldest = session.start.prompt_len - 1 - self._before
         for one in evidence:
             room = _MOST_COLLECTED - collected.positions
-            found = self.reader.read(one, oldest, room) if room else None
+            found = self._kept.read(one, oldest, room) if room else None
             if found is None:
                 continue
             first, taps = found
