@@ -79,7 +79,8 @@ class _Columns:
     def text(self, text: CollectedText) -> ServedText:
         """The text with the taps of the module alone."""
         taps = text.hidden.view(len(text.hidden), -1, self.hidden_size)
-        return ServedText(text.tokens, text.base_len, text.first, taps[:, list(self.own)].flatten(1))
+        own = taps[:, list(self.own)].flatten(1)
+        return ServedText(text.tokens, text.base_len, text.first, own, failures=text.failures)
 
     def goals(self, head: TargetHead | None, text: CollectedText) -> ServedText:
         """The same with the target's most probable tokens, where its head and its last layer's output are known."""

@@ -47,6 +47,8 @@ class Answer:
     """`None` where only the tokens of the answer are stored."""
     source: tuple[int, ...] = ()
     """What the encoder read, if `prompt` is the decoder's start. It is not stored in files."""
+    weights: npt.NDArray[np.float32] | None = None
+    """[answer tokens] Weights of the losses of the tokens; `None`: all are 1. They are not stored in files."""
 
 
 class AnswerFile:

@@ -85,6 +85,15 @@ def write_leading(answer: Answer, tokens: npt.NDArray[np.int64], log_probabiliti
         log_probabilities[:, :width] = answer.leading.log_probabilities[:count]
 
 
+def weights_of(answer: Answer, length: int) -> Tensor:
+    """Weights of the losses of the first tokens of prompt and answer, float32 [length]; 1 where the answer has none."""
+    found = torch.ones(length)
+    if answer.weights is not None:
+        own = found[len(answer.prompt) : len(answer.prompt) + len(answer.weights)]
+        own.copy_(torch.from_numpy(answer.weights[: len(own)]))
+    return found
+
+
 def successors(answer: Answer, length: int, width: int) -> tuple[Tensor, Tensor]:
     """The target's most probable tokens after each of the first tokens of prompt and answer, and their probabilities.
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -48,6 +49,8 @@ class ServedText:
     """[positions, taps x hidden size] Residual streams of the target."""
     leading: Leading | None = None
     """The target's most probable tokens in the place of each of `tokens[base_len - 1:]`; `None`: these are certain."""
+    failures: Collection[int] = ()
+    """Positions of tokens in whose place the target rejected all that was drafted when the text was served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class OnlinePlan:
     """Paths of a batch that the loss covers, drawn at random."""
     blocks: int = 64
     """Blocks of a batch that the loss of a block drafter covers instead, all depths of each."""
+    failure_weight: float = 2.0
+    """Weight of a token in whose place all drafts were rejected when the text was served, relative to the others."""
     learning_rate: float = 3e-4
     seed: int = 0
 
@@ -96,11 +101,11 @@ def train_online(
 
     The loss is the KL divergence from the target along paths of drafted tokens, where its probabilities are known, else
     the cross entropy of the committed tokens; of a DSpark drafter and of an EAGLE-3 head it is the one of its own
-    training. Of the states that it passes, the one that predicts `left_out` best
-    is kept; without any, the last one. Raises `ValueError` without a position to learn from, and `ConfigurationError`
-    for a module that does not learn.
+    training. A token that the draft was wrong about counts `plan.failure_weight` times. Of the states that it passes,
+    the one that predicts `left_out` best is kept; without any, the last one. Raises `ValueError` without a position to
+    learn from, and `ConfigurationError` for a module that does not learn.
     """
-    served = _ServedTaps()
+    served = _ServedTaps(plan.failure_weight)
     trained, measured = (
         [answer for text in part if (answer := served.add(text)) is not None] for part in (texts, left_out)
     )
@@ -181,7 +186,8 @@ def _longest(answers: Sequence[Answer]) -> int:
 class _ServedTaps:
     """The hidden states of texts; see `TapSource`."""
 
-    def __init__(self) -> None:
+    def __init__(self, failure_weight: float) -> None:
+        self._failure_weight = failure_weight
         self.width = 0
         self._rows: dict[str, Tensor] = {}
 
@@ -193,14 +199,17 @@ class _ServedTaps:
         count = end - text.first
         # A path needs no hidden states of the last two positions.
         rows = pad(text.hidden[:count], (0, 0, 0, max(0, count - len(text.hidden))))
+        written = text.base_len - 1
+        has_failed = np.isin(np.arange(written, end), list(text.failures))
         answer = Answer(
             str(len(self._rows)),
             "",
             0.0,
             False,
-            tuple(text.tokens[text.first : text.base_len - 1]),
-            tuple(text.tokens[text.base_len - 1 : end]),
+            tuple(text.tokens[text.first : written]),
+            tuple(text.tokens[written:end]),
             text.leading,
+            weights=np.where(has_failed, self._failure_weight, 1.0).astype(np.float32),
         )
         self._rows[answer.key], self.width = rows, rows.shape[1]
         return answer

@@ -14,7 +14,7 @@ from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
 from workers.distill.dspark.module import Blocks
 from workers.distill.eagle3.states import by_length
-from workers.distill.examples import most_alternatives, successors
+from workers.distill.examples import most_alternatives, successors, weights_of
 from workers.distill.peers import ALONE, Peers
 from workers.distill.stored_target import read_states
 from workers.model.target_ends import logit_factor
@@ -41,6 +41,8 @@ class Goal:
     """[...] int64: the token that the text has."""
     is_text: Tensor
     """[...] Whether the text has such a token."""
+    weights: Tensor | None = None
+    """[...] float32: weights of the losses; `None`: all are 1."""
 
 
 class _Placed(NamedTuple):
@@ -94,12 +96,16 @@ class TextRows:
         """
         found = cls.__new__(cls)
         like, width = states(answers[0]) if answers else torch.empty(0, 0), most_alternatives(answers)
-        for one in found._place(answers, length, like.shape[1], width, like, (0, 1)):
+        placed = found._place(answers, length, like.shape[1], width, like, (0, 1))
+        weights = torch.ones(len(found._tokens), device=like.device)
+        for one in placed:
             count = len(one.tokens)
             place = slice(one.place, one.place + count)
             found._taps[place] = states(one.answer)[:count]
             leading, shares = successors(one.answer, count, width)
             found._leading[place], found._shares[place] = leading.int(), shares.half()
+            weights[one.place : one.place + count - 1] = weights_of(one.answer, count)[1:]
+        found._weights = weights
         return found
 
     @classmethod
@@ -168,6 +174,7 @@ class TextRows:
         self._leading = torch.zeros((own, leading), dtype=torch.int32, device=device)
         self._shares = torch.zeros((own, leading), dtype=torch.float16, device=device)
         self._is_anchor = torch.zeros(size, dtype=torch.bool, device=device)
+        self._weights: Tensor | None = None
 
     @torch.inference_mode()
     def _read(self, target: Any, batch: Sequence[_Placed], taps: Sequence[int], heat: float) -> None:
@@ -227,8 +234,10 @@ class TextRows:
         ends = self._ends[stored[:, :, :1]]
         block = Blocks(anchors, self._starts[stored[:, :, 0]], tokens[:, :, :-1])
         read = (rows // self._parts * self.length).view(-1, 1, 1) + places[:, :, :-1].clamp(max=self.length - 1)
-        goal = Goal(self._leading[read].long(), self._shares[read].float(), tokens[:, :, 1:], places[:, :, 1:] < ends)
-        return block, goal
+        is_text, weights = places[:, :, 1:] < ends, None if self._weights is None else self._weights[read]
+        return block, Goal(
+            self._leading[read].long(), self._shares[read].float(), tokens[:, :, 1:], is_text, weights
+        )
 
 
 def _packed(lengths: Sequence[int], size: int) -> tuple[list[int], int]:

@@ -83,6 +83,7 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         blocks, goal = texts.blocks(batch.rows, batch.places, slots)
         depths = torch.arange(slots, device=texts.device)
         weights = (goal.is_text & batch.is_drawn.unsqueeze(2)) * plan.decay**depths
+        weights = weights if goal.weights is None else weights * goal.weights
         weights = (weights / self._peers.summed(weights.sum()).clamp(min=1e-9)).flatten()
         with self._autocast():
             hidden = module(texts.taps(batch.rows), blocks, recomputes=plan.recomputes)

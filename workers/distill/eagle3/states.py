@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.distill.answers import Answer
-from workers.distill.examples import fill_batches, most_alternatives, successors
+from workers.distill.examples import fill_batches, most_alternatives, successors, weights_of
 from workers.distill.stored_target import read_states
 from workers.model.target_ends import logit_factor
 
@@ -36,7 +36,8 @@ class TextBatch:
     """[rows, length, hidden size] The target's last hidden states, after its final norm, times its logits' factor."""
     successors: tuple[Tensor, Tensor] | None = None
     """The target's most probable next tokens and their probabilities, [rows, length, alternatives] each, int64 and
-    float32, where they stand for the last hidden states; see `successors`."""
+    float32, where they stand for the last hidden states; see `successors`. The weights of the losses of these tokens
+    are multiplied into the probabilities."""
 
 
 class TextStates:
@@ -83,7 +84,9 @@ class TextStates:
         torch.cat(taps, out=found._taps)
         width = most_alternatives(answers)
         known = [successors(answer, len(rows), width) for answer, rows in zip(answers, taps, strict=True)]
-        found._successors = torch.cat([one for one, _ in known]), torch.cat([shares for _, shares in known])
+        weights = [weights_of(answer, 1 + len(rows))[1:] for answer, rows in zip(answers, taps, strict=True)]
+        shares = torch.cat([shares for _, shares in known]) * torch.cat(weights).unsqueeze(1)
+        found._successors = torch.cat([tokens for tokens, _ in known]), shares
         return found
 
     def _allocate(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workers.distill.answers import Answer
-from workers.distill.examples import most_alternatives, write_leading
+from workers.distill.examples import most_alternatives, weights_of, write_leading
 from workers.model.drafting.ends import TargetEnds
 
 
@@ -46,6 +46,8 @@ class TapBatch:
     unknown."""
     log_probabilities: Tensor
     """[rows, length, alternatives] Their log-probabilities, float32; -inf where unknown."""
+    weights: Tensor | None = None
+    """[rows, length] Weights of the losses of the tokens, float32; `None`: all are 1."""
 
     @property
     def drafted(self) -> Tensor:
@@ -64,7 +66,9 @@ def tap_batch(answers: Sequence[Answer], cache: TapSource, ends: TargetEnds, max
     taps = torch.zeros((len(rows), length, cache.width), dtype=torch.bfloat16)
     ids = np.full((len(rows), length, alternatives), -1, np.int64)
     log_probabilities = np.full((len(rows), length, alternatives), -np.inf, np.float32)
+    weights = torch.ones((len(rows), length))
     for number, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+        weights[number, : len(row)] = weights_of(answer, len(row))
         tokens[number, : len(row)] = torch.tensor(row)
         taps[number, : len(row)] = cache.of(answer)[: len(row)]
         own = slice(len(answer.prompt), len(row))
@@ -77,4 +81,5 @@ def tap_batch(answers: Sequence[Answer], cache: TapSource, ends: TargetEnds, max
         torch.tensor([len(answer.prompt) + 1 for answer in answers], device=device),
         ends.row_of[known.clamp(min=0)].masked_fill(known < 0, -1),
         torch.from_numpy(log_probabilities).to(device),
+        None if all(answer.weights is None for answer in answers) else weights.to(device),
     )

@@ -15,7 +15,8 @@ from workers.model.drafting.selector import CANDIDATES, Selector, top_candidates
 def path_loss(
     paths: Paths, batch: TapBatch, ends: TargetEnds, selector: Selector | None, decay: float, loss: str
 ) -> Tensor:
-    """The mean divergence from the target over all predicted tokens, weighted by `decay` to the power of the depth.
+    """The mean divergence from the target over all predicted tokens, weighted by `decay` to the power of the depth
+    and by the batch's own weights.
 
     A selector adds its own divergence among its candidates from depth 1 on, with the written token as the token before.
     """
@@ -26,7 +27,7 @@ def path_loss(
     leading, log_probabilities = batch.leading[rows, places], batch.log_probabilities[rows, places]
     logits = ends.logits(hidden.to(ends.head.dtype))
     found = divergences(logits, leading, log_probabilities, divergence_named(loss))
-    weights = decay ** depth.float()
+    weights = decay ** depth.float() * (1.0 if batch.weights is None else batch.weights[rows, places])
     total = (found * weights).sum() / weights.sum().clamp(min=1e-9)
     later = depth > 0
     if selector is None or not bool(later.any()):

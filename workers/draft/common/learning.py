@@ -51,6 +51,9 @@ class CollectedText:
     These are the taps that the method reads, and the last layer's output, from which the target's probabilities follow.
     """
 
+    failures: tuple[int, ...] = ()
+    """Positions of tokens in whose place the target rejected all that was drafted, ascending."""
+
     @property
     def base_len(self) -> int:
         """Tokens before the first draft, which follows the first known hidden state from the end of the prompt on."""
@@ -60,7 +63,7 @@ class CollectedText:
     def size(self) -> int:
         """Bytes that the text takes."""
         hidden = self.hidden.numel() * self.hidden.element_size()
-        return hidden + len(self.tokens) * _TOKEN_BYTES + _TEXT_BYTES
+        return hidden + (len(self.tokens) + len(self.failures)) * _TOKEN_BYTES + _TEXT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

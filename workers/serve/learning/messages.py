@@ -143,14 +143,15 @@ def _encode_text(name: str, text: CollectedText) -> dict[str, Tensor]:
         f"{name}.tokens": torch.tensor(text.tokens, dtype=torch.int32),
         f"{name}.first": torch.tensor([text.first]),
         f"{name}.hidden": text.hidden,
+        f"{name}.failures": torch.tensor(text.failures, dtype=torch.int32),
     }
 
 
 def _decode_text(name: str, tensors: Mapping[str, Tensor]) -> CollectedText:
     message = common_pb2.SequenceStart.FromString(bytes(tensors[f"{name}.start"].tolist()))
-    tokens = tuple(tensors[f"{name}.tokens"].tolist())
+    tokens, failures = (tuple(tensors[f"{name}.{part}"].tolist()) for part in ("tokens", "failures"))
     first = int(tensors[f"{name}.first"])
-    return CollectedText(decode_start(message, name), tokens, first, tensors[f"{name}.hidden"])
+    return CollectedText(decode_start(message, name), tokens, first, tensors[f"{name}.hidden"], failures)
 
 
 def _weights_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

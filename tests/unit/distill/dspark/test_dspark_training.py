@@ -217,7 +217,7 @@ def test_rows_of_states_that_are_known_are_those_of_computed_ones(
         assert torch.equal(getattr(blocks, name), getattr(wanted, name))
     assert torch.equal(goal.following, computed.following) and torch.equal(goal.is_text, computed.is_text)
     assert torch.equal(goal.tokens[..., 0][goal.is_text], goal.following[goal.is_text])
-    assert goal.probabilities.shape == (*goal.is_text.shape, 1) and bool((goal.probabilities == 1).all())
+    assert goal.probabilities.shape == (*goal.is_text.shape, 1) and bool((goal.probabilities[goal.is_text] == 1).all())
 
 
 def test_stored_weights_are_loaded_again(target: PreTrainedModel, texts: TextRows) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +106,22 @@ def test_texts_without_a_token_that_a_draft_can_predict_are_refused(ends: Target
     module = module_of("heads")
     with pytest.raises(ValueError, match="texts: none has a position to learn from"):
         train_online(module, parameters_of(module), ends, [text(FIRST[:3], "heads")], (), OnlinePlan(steps=1))
+
+
+@pytest.mark.parametrize("kind", ["heads", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
+def test_a_token_that_was_drafted_wrongly_counts_more(ends: TargetEnds, module_of: Make, kind: str) -> None:
+    module = module_of(kind)
+    before = {name: value.clone() for name, value in parameters_of(module).items()}
+
+    def learned(failures: tuple[int, ...], weight: float) -> torch.Tensor:
+        one = replace(text(FIRST, kind), failures=failures)
+        found = train_online(module, before, ends, [one], (), OnlinePlan(steps=3, failure_weight=weight))
+        return torch.cat([value.flatten() for value in found.values()])
+
+    usual = learned((), 8.0)
+    assert torch.equal(learned((5,), 1.0), usual)
+    assert torch.equal(learned((0, 100), 8.0), usual)  # not of the answer
+    assert not torch.equal(learned((5,), 8.0), usual)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "exit"])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cluster.core.drafting import Evidence
 from cluster.core.request import SequenceStart
+from cluster.core.tree import ROOT
 from workers.draft.common.learning import CollectedText, Reservoir, consecutive
 from workers.draft.common.modules.tap_reader import TapReader
 
@@ -25,19 +26,22 @@ _LEAST_BYTES, _MOST_BYTES = 64 << 20, 2 << 30
 class CollectedStates:
     """What is collected of one running sequence."""
 
-    __slots__ = ("pieces", "positions", "reserved")
+    __slots__ = ("failures", "pieces", "positions", "reserved")
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, Tensor]] = []
         """First position and rows [positions, width]."""
         self.positions = 0
         """Positions of all pieces."""
+        self.failures: set[int] = set()
+        """Positions of tokens in whose place the target rejected all that was drafted; fewer than `positions`."""
         self.reserved = 0
         """Bytes that the reservoir counts for what was collected."""
 
     def forget(self) -> None:
         """Drop what was collected, because a token has changed."""
         self.pieces.clear()
+        self.failures.clear()
         self.positions = 0
 
 
@@ -79,6 +83,8 @@ class TextCollector:
             found = self._kept.read(one, oldest, room) if room else None
             if found is None:
                 continue
+            if (failure := _failure(one, session.tokens)) is not None:
+                collected.failures.add(failure)
             first, taps = found
             rows = taps.flatten(1)  # `read` has copied it
             size = rows.numel() * rows.element_size()
@@ -95,7 +101,20 @@ class TextCollector:
         if found is not None:
             first, rows = found
             # Nothing is learned of tokens beyond those that follow the last known states.
-            text = CollectedText(session.start, tuple(session.tokens[: first + len(rows) + 2]), first, rows)
+            tokens, failures = session.tokens[: first + len(rows) + 2], sorted(session.collected.failures)
+            text = CollectedText(session.start, tuple(tokens), first, rows, tuple(failures))
             if text.base_len < len(text.tokens):
                 self._reservoir.add(text)
         self._reservoir.free(session.collected.reserved)
+
+
+def _failure(evidence: Evidence, tokens: Sequence[int]) -> int | None:
+    """The position of the token in whose place a step rejected all that was drafted; `None` where it rejected nothing.
+
+    `tokens` are those that are committed.
+    """
+    tree = evidence.tree
+    accepted = tree.follow(tokens[evidence.base_len :])
+    position = evidence.base_len + len(accepted)
+    was_drafted = (accepted[-1] if accepted else ROOT) in tree.parents
+    return position if was_drafted and position < len(tokens) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import Evidence
 from cluster.core.request import SequenceStart
+from cluster.core.tree import TokenTree
 from tests.unit.draft.rows import GREEDY, SIZE, STATES, TAPS, TOKENS, shown
 from workers.draft.common.learning import CollectedText, Reservoir, consecutive
 from workers.draft.common.modules import text_collector
@@ -112,6 +113,34 @@ def test_an_answer_of_one_token_teaches_nothing() -> None:
         collector.finish(sequence)
         assert reservoir.seen == seen
     assert reservoir.reserve((1 << 20) // 2)
+
+
+@pytest.mark.parametrize(
+    ("tree", "failures"),
+    [
+        (TokenTree(), ()),
+        (TokenTree.chain(TOKENS[PROMPT : PROMPT + 3]), ()),
+        (TokenTree.chain([*TOKENS[PROMPT : PROMPT + 2], 0]), (PROMPT + 2,)),
+        (TokenTree.chain([0, *TOKENS[PROMPT + 1 : PROMPT + 3]]), (PROMPT,)),
+        (TokenTree.from_candidates([[0], [TOKENS[PROMPT]]], 8), ()),
+        (TokenTree.from_candidates([[TOKENS[PROMPT], 0], [TOKENS[PROMPT], 1]], 8), (PROMPT + 1,)),
+    ],
+    ids=["no draft", "all right", "the third is wrong", "the first is wrong", "one of two is right", "both are wrong"],
+)
+def test_the_position_is_known_at_which_all_that_was_drafted_was_rejected(
+    tree: TokenTree, failures: tuple[int, ...]
+) -> None:
+    assert not {0, 1} & set(TOKENS[PROMPT : PROMPT + 3])
+    reader = TapReader(TAPS, TargetSection.model_validate({"evidence": {"taps": TAPS}}), SIZE)
+    collector, reservoir = TextCollector(reader), Reservoir(1 << 20)
+    collector.collect_into(reservoir)
+    sequence = Sequence(SequenceStart(PROMPT, GREEDY, allows_learning=True))
+    step = replace(shown(PROMPT - 1, PROMPT + 3), base_len=PROMPT, tree=tree)
+    collector.take(sequence, [step])
+    collector.take(sequence, [step])  # a message that came twice
+    collector.finish(sequence)
+    ((text,),) = ([*one.training, *one.left_out, *one.held_back] for one in reservoir.salts())
+    assert text.failures == failures
 
 
 def test_the_last_run_of_positions_is_kept_with_the_latest_rows() -> None:
