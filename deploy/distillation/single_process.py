@@ -39,6 +39,7 @@ from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import device_name
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
+from workers.model.stored.quantized_checkpoint import is_dequantized
 from workers.model.stored.source import stored_alone
 from workers.model.target_ends import read_config
 
@@ -175,8 +176,9 @@ class SingleProcess(ABC):
             torch.set_float32_matmul_precision("high")
         cache = Path(tempfile.gettempdir()) / "pilotfish-models"
         given = Path(chosen.target)
-        is_described = given.is_dir() and stored_alone(given) is not None  # its file is read as it is
-        self.directory = resolve_model_directory(chosen.target, cache, None, self.tell, stored=is_described)
+        # What is stored quantized is read as it is: the ends, and the layers that a draft begins as.
+        is_stored = given.is_dir() and (is_dequantized(given) or stored_alone(given) is not None)
+        self.directory = resolve_model_directory(chosen.target, cache, None, self.tell, stored=is_stored)
         self.config: Any = read_config(self.directory)
 
     @cached_property

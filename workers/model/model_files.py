@@ -35,7 +35,7 @@ from workers.model.gguf_tokenizer import complete_tokenizer, end_tokens
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file, prepared_directory
 from workers.model.packaged.marian import convert_marian, extract_entries
 from workers.model.stored.gguf_file import GgufFile
-from workers.model.stored.quantized_checkpoint import DEQUANTIZED, QuantizedCheckpoint, quantization_of
+from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint, is_dequantized, quantization_of
 from workers.model.stored.source import STORED_IN, write_stored_in
 from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 
@@ -154,7 +154,7 @@ def _checked(directory: Path, *, stored: bool = False) -> Path:
 def _plain_weights(directory: Path, cache_directory: Path) -> Path:
     """The directory itself, or its de-quantized copy if its weights are quantized in a known format."""
     settings = quantization_of(directory)
-    if settings is None or str(settings.get("quant_method")) not in DEQUANTIZED:
+    if settings is None or not is_dequantized(directory):
         return directory
     files = sorted(file for file in directory.iterdir() if file.suffix in (".safetensors", ".json"))
     destination = cache_directory / f"{directory.name}-{_identity(files, _QUANTIZED_READING)}"

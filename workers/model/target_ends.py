@@ -18,6 +18,7 @@ from torch import nn
 from cluster.core.errors import ModelLoadError
 from workers.model.draft_card import DraftDescription, is_distilled
 from workers.model.stored.gguf_file import GgufFile
+from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
 from workers.model.stored.source import stored_alone
 from workers.model.weight_files import config_values, weight_files
 
@@ -287,11 +288,18 @@ def check_config(directory: Path, what: str, config: PreTrainedConfig, card: Dra
 def named_tensors(directory: Path, parameters: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a model's safetensors, memory-mapped, with their names.
 
-    A GGUF model whose directory has no weights is read from its file: those of these `parameters` that it has,
-    de-quantized to float32 one after another. Raises `ModelLoadError`.
+    Of a checkpoint of GPTQ and the like, those of these `parameters` whose matrices are quantized follow, de-quantized
+    one after another. A GGUF model whose directory has no weights is read from its file: those of these `parameters`
+    that it has, de-quantized to float32 one after another. Raises `ModelLoadError`.
     """
+    quantized = QuantizedCheckpoint(directory) if is_dequantized(directory) else None
     for file in weight_files(directory):
-        yield from read_tensors(file).items()
+        for name, tensor in read_tensors(file).items():
+            if quantized is None or quantized.matrix_of(name) is None:
+                yield name, tensor
+    if quantized is not None:
+        for name in filter(quantized.is_quantized, parameters):
+            yield name, quantized.matrix(name).dequantized().to(quantized.plain_dtype(name))
     if (source := stored_alone(directory)) is not None:
         stored = GgufFile(source)
         for name in parameters:

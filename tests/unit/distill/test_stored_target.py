@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from deploy.distillation.conversations import Tokens, Write, WritingPlan
 from deploy.distillation.execute import execute
 from deploy.distillation.rank_writer import RankWriter
 from deploy.local import local_cluster
+from tests.support.models import quantized
 from tests.support.models.plain_generation import greedy_texts
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, Command
 from workers.distill.answers import Answer, AnswerFile, read_answers
@@ -31,6 +33,8 @@ from workers.distill.eagle3.states import TextStates
 from workers.distill.modules.tap_cache import ReadStates, TapCache, states_of, taps_of
 from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import load_target
+from workers.model.model_files import dequantize
+from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint
 from workers.serve.configuration import load_configuration
 
 CPU = torch.device("cpu")
@@ -87,6 +91,58 @@ def test_other_layers_have_no_weights(target: PreTrainedModel, directory: Path, 
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"its safetensors lack \['model.norm.weight'\]"):
         load_parts(tmp_path, CPU, torch.float32, ())
+
+
+QUANTIZED: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
+    "awq": (quantized.awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
+    "gptq": (quantized.gptq(4, 16), {"quant_method": "gptq", "bits": 4, "group_size": 16}),
+}
+
+
+@pytest.fixture(params=QUANTIZED)
+def of_integers(request: pytest.FixtureRequest, directory: Path, tmp_path: Path) -> Path:
+    """The target with matrices of 4 bits."""
+    quantize, settings = QUANTIZED[request.param]
+    return quantized.save_with_tokenizer(directory, tmp_path / request.param, quantize, settings)
+
+
+def test_of_quantized_files_the_wanted_layers_alone_are_dequantized(
+    of_integers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole copy of the target in plain numbers would take four times its bytes."""
+    (tmp_path / "plain").mkdir()
+    dequantize(of_integers, tmp_path / "plain")
+    read, plain = list[str](), QuantizedCheckpoint.matrix
+
+    def recorded(self: QuantizedCheckpoint, parameter: str, *values: Any) -> Any:
+        read.append(parameter)
+        return plain(self, parameter, *values)
+
+    monkeypatch.setattr(QuantizedCheckpoint, "matrix", recorded)
+    parts, wanted = (load_parts(one, CPU, torch.float32, (0, 3)) for one in (of_integers, tmp_path / "plain"))
+
+    assert {name.split(".")[2] for name in read} == {"0", "3"} and len(set(read)) == len(read) == 2 * 7
+    expected = {name: value for name, value in wanted.named_parameters() if not value.is_meta}
+    found = {name: value for name, value in parts.named_parameters() if not value.is_meta}
+    assert found.keys() == expected.keys() and any(".layers.3." in name for name in found)
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_integers", ["awq"], indirect=True)
+def test_a_training_writes_no_copy_of_a_quantized_target(
+    of_integers: Path, answers: tuple[Answer, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank keeps the integers, too."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    run = make_run(of_integers, answers, tmp_path, "eagle3")
+
+    execute(lambda *_: run, run.options)
+
+    assert run.directory == of_integers and (tmp_path / "out" / "model.safetensors").exists()
+    assert not list((tmp_path / "temporary").rglob("*.safetensors"))
 
 
 @pytest.mark.slow

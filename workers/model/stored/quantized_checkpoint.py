@@ -46,6 +46,12 @@ def quantization_of(directory: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def is_dequantized(directory: Path) -> bool:
+    """Whether a model directory has quantized weights that are de-quantized where plain ones are needed."""
+    settings = quantization_of(directory)
+    return settings is not None and str(settings.get("quant_method")) in DEQUANTIZED
+
+
 def _split(name: str) -> tuple[str, str]:
     """A tensor's layer, and its own name within it: its last word, or `weight.absmax` and the like."""
     module, is_of_weight, rest = name.partition(".weight.")
