@@ -1,8 +1,8 @@
-"""The target's hidden states of all answers, computed once and kept in a file beside the answers.
+"""The target's hidden states of all answers, computed once and kept in files of bounded size beside the answers.
 
-A tap `l` is the residual stream after `l` decoder layers (0: the embedding's output). The file holds the taps of every
-token of prompt and answer as bfloat16 rows [tokens, taps x hidden size]; an index has one JSON line for each answer.
-Training many epochs then costs no passes of the target.
+A tap `l` is the residual stream after `l` decoder layers (0: the embedding's output). The files hold the taps of every
+token of prompt and answer as bfloat16 rows [tokens, taps x hidden size], an answer in one file; an index has one JSON
+line for each answer. Training many epochs then costs no passes of the target.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from workers.model.target_ends import decoder_layer_count
 
 _BATCH_TOKENS = 2048
 """Tokens of one pass of the target, padding included."""
+_FILE_BYTES = 4 << 30
+"""Bytes after which the rows of further answers go into a new file."""
 _SORTED = 64
 """Answers that are sorted by length before they are put into batches."""
 
@@ -42,6 +44,7 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
+    file: int
     row: int
     tokens: int
     checksum: int
@@ -61,47 +64,60 @@ class TapCache:
     """The taps of answers in one directory. One process appends at a time; readers see whole answers alone."""
 
     def __init__(self, directory: Path, taps: Sequence[int], hidden_size: int, max_length: int) -> None:
-        name = "-".join(map(str, taps))
+        self._name = "-".join(map(str, taps))
         self.taps = tuple(taps)
         self.width = len(self.taps) * hidden_size
         self.max_length = max_length
-        self._rows_path = directory / f"taps-{name}.bfloat16"
-        self._index_path = directory / f"taps-{name}.jsonl"
+        self._directory = directory
+        self._index_path = directory / f"taps-{self._name}.jsonl"
         self._entries: dict[str, _Entry] = {}
-        self._stored, self._index_bytes = 0, 0  # rows and bytes of whole lines; what follows them was cut off
-        self._rows: Tensor | None = None
+        self._stored, self._index_bytes = [0], 0  # rows of each file and bytes of whole lines; the rest was cut off
+        self._rows: list[Tensor] = []
         directory.mkdir(parents=True, exist_ok=True)
         self.refresh()
+
+    def _file(self, number: int) -> Path:
+        """The file of rows with this number."""
+        return self._directory / f"taps-{self._name}{f'.{number}' if number else ''}.bfloat16"
 
     def refresh(self) -> None:
         """Read the index again: answers that another process appended become visible.
 
         Raises `ConfigurationError` if index and rows are damaged.
         """
-        self._entries, row, self._index_bytes = {}, 0, 0
+        self._entries, self._stored, self._index_bytes = {}, [0], 0
         if self._index_path.exists():
             for line in self._index_path.read_bytes().splitlines(keepends=True):
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    found = json.loads(line)
-                    entry = _Entry(row, int(found["tokens"]), int(found["checksum"]))
-                    self._entries[found["key"]] = entry
-                except (ValueError, KeyError, TypeError) as error:
+                    self._add_line(json.loads(line))
+                except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
                     raise ConfigurationError(
                         f"taps {self._index_path}: {line[:80]!r} at byte {self._index_bytes} is refused; it must be a "
-                        f"JSON object with key, tokens and checksum; remove the file and {self._rows_path.name}"
+                        f"JSON object with key, tokens and checksum; remove the file and {self._file(0).name}"
                     ) from error
-                row += entry.tokens
                 self._index_bytes += len(line)
-        self._stored = row  # also of answers that were stored again with other tokens
-        size = row * self.width
-        if size and self._rows_path.stat().st_size < stored_bytes(row, self.width):
-            raise ConfigurationError(f"taps {self._rows_path}: shorter than its index; remove both files")
-        # A shared mapping may be larger than the memory.
-        self._rows = (
-            None if not size else torch.from_file(str(self._rows_path), shared=True, size=size, dtype=torch.bfloat16)
-        )
+        self._rows = [self._mapped(number) for number in range(len(self._stored))]
+
+    def _add_line(self, found: Any) -> None:
+        """Read a line of the index. Answers are in its order, also those that are stored again with other tokens."""
+        file, tokens, last = int(found.get("file", 0)), int(found["tokens"]), len(self._stored) - 1
+        if file not in (last, last + 1):
+            raise ValueError(f"file {file} after file {last}")
+        if file > last:
+            self._stored.append(0)
+        self._entries[found["key"]] = _Entry(file, self._stored[file], tokens, int(found["checksum"]))
+        self._stored[file] += tokens
+
+    def _mapped(self, number: int) -> Tensor:
+        """The rows of a file. A shared mapping may be larger than the memory."""
+        path, size = self._file(number), self._stored[number] * self.width
+        if not size:
+            return torch.empty(0, dtype=torch.bfloat16)
+        if path.stat().st_size < stored_bytes(self._stored[number], self.width):
+            raise ConfigurationError(f"taps {path}: shorter than its index; remove it and {self._index_path.name}")
+        return torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16)
 
     def has(self, answer: Answer) -> bool:
         """Whether the taps of exactly these tokens are stored."""
@@ -111,9 +127,8 @@ class TapCache:
     def of(self, answer: Answer) -> Tensor:
         """The taps [tokens, taps x hidden size], bfloat16, of the prompt and the answer, cut to the longest length."""
         entry = self._entries[answer.key]
-        if self._rows is None:
-            raise ConfigurationError(f"taps {self._rows_path}: needed the answer {answer.key!r}, found no taps")
-        return self._rows[entry.row * self.width : (entry.row + entry.tokens) * self.width].view(-1, self.width)
+        rows = self._rows[entry.file]
+        return rows[entry.row * self.width : (entry.row + entry.tokens) * self.width].view(-1, self.width)
 
     def check_space(self, answers: Sequence[Answer], option: str) -> None:
         """Raise `ConfigurationError` if the disk has no room for the taps that are missing.
@@ -122,13 +137,13 @@ class TapCache:
         middle would waste what was.
         """
         if lack := self.lack_of_space(answers):
-            raise ConfigurationError(f"{option}: {self._rows_path.parent} is refused; {lack}")
+            raise ConfigurationError(f"{option}: {self._directory} is refused; {lack}")
 
     def lack_of_space(self, answers: Sequence[Answer]) -> str:
         """What the taps that are missing take and what the disk has free, if that is less; else an empty text."""
         tokens = sum(len(self._cut(answer)) for answer in answers if not self.has(answer))
         needed = stored_bytes(tokens, self.width)
-        free = shutil.disk_usage(self._rows_path.parent).free
+        free = shutil.disk_usage(self._directory).free
         if needed <= free:
             return ""
         return f"the hidden states of {tokens:,} tokens take {needed:,} bytes, and its disk has {free:,} free"
@@ -138,10 +153,8 @@ class TapCache:
         times = StepTimes()
         missing = [answer for answer in answers if not self.has(answer)]
         wanted, done = sum(len(self._cut(answer)) for answer in missing), 0
-        with self._rows_path.open("ab") as rows, self._index_path.open("ab") as index:
-            # Drops what an interruption left: rows without an index line, and a part of a line.
-            rows.truncate(stored_bytes(self._stored, self.width))
-            index.truncate(self._index_bytes)
+        with _Rows(self._file, stored_bytes(1, self.width), self._stored) as rows, self._index_path.open("ab") as index:
+            index.truncate(self._index_bytes)  # drops a part of a line that an interruption left
             for batch in _batches(missing, self.max_length):
                 if not times.one_fits(ends):
                     break
@@ -149,14 +162,12 @@ class TapCache:
                 with times.one():
                     found = read(tokens, self.taps, sources)
                 for answer, states in zip(batch, found, strict=True):
-                    rows.write(states.view(torch.int16).numpy().tobytes())
+                    file = rows.append(states)
                     line = {"key": answer.key, "tokens": len(states), "checksum": self._checksum(answer)}
-                    rows.flush()
-                    index.write(json.dumps(line).encode() + b"\n")
+                    index.write(json.dumps(line | ({"file": file} if file else {})).encode() + b"\n")
                     done += len(states)
                 index.flush()
                 report(done, wanted)
-            os.fsync(rows.fileno())
         self.refresh()
 
     def _cut(self, answer: Answer) -> tuple[int, ...]:
@@ -164,6 +175,44 @@ class TapCache:
 
     def _checksum(self, answer: Answer) -> int:
         return zlib.crc32(np.asarray((*answer.source, *self._cut(answer)), np.int32).tobytes())
+
+
+class _Rows:
+    """Appends rows to the last one of several files, and begins another one where it would get too long.
+
+    A context manager. What an interruption left behind the known rows is dropped.
+    """
+
+    def __init__(self, file: Callable[[int], Path], row_bytes: int, stored: Sequence[int]) -> None:
+        """`stored` are the known rows of each file."""
+        self._file = file
+        self._row_bytes = row_bytes
+        self._number = len(stored) - 1
+        self._stored = stored[-1]
+        self._open: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        self._open = self._file(self._number).open("ab")
+        self._open.truncate(self._stored * self._row_bytes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            os.fsync(self._open.fileno())
+            self._open.close()
+
+    def append(self, states: Tensor) -> int:
+        """Write and flush the rows of one answer, bfloat16. Returns the number of their file."""
+        if self._stored and (self._stored + len(states)) * self._row_bytes > _FILE_BYTES:
+            self.__exit__()
+            self._number, self._stored = self._number + 1, 0
+            self.__enter__()
+        if self._open is None:
+            raise ValueError("rows: needed an open file")
+        self._open.write(states.view(torch.int16).numpy().tobytes())
+        self._open.flush()
+        self._stored += len(states)
+        return self._number
 
 
 def taps_of(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
-from workers.distill.modules import module_trainer
+from workers.distill.modules import module_trainer, tap_cache
 from workers.distill.modules.tap_cache import TapCache, stored_bytes
 
 TAPS, HIDDEN_SIZE, LONGEST = (0, 2), 48, 16
@@ -60,6 +60,49 @@ def test_a_line_of_the_index_that_was_cut_off_is_dropped(tmp_path: Path) -> None
 
     cache = TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST)
     assert [set(cache.of(answer).flatten().tolist()) for answer in ANSWERS] == [{6}, {7}, {8}]
+
+
+def test_files_have_a_bounded_size_and_an_interruption_between_two_loses_one_answer_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every answer is whole in one file; one that is longer than a file has it alone."""
+    answers = [Answer(f"prompts:{number}", "", 0.0, False, (1,) * 5, (number,) * 3) for number in range(7)]
+    monkeypatch.setattr(tap_cache, "_FILE_BYTES", stored_bytes(20, len(TAPS) * HIDDEN_SIZE))
+    monkeypatch.setattr(tap_cache, "_BATCH_TOKENS", 8)
+
+    def read(rows: Sequence[Sequence[int]], *_: object) -> list[Tensor]:
+        return [torch.full((len(row), len(TAPS) * HIDDEN_SIZE), row[-1], dtype=torch.bfloat16) for row in rows]
+
+    def killed(rows: Sequence[Sequence[int]], *_: object) -> list[Tensor]:
+        if rows[0][-1] == 5:
+            raise KeyboardInterrupt
+        return read(rows)
+
+    with pytest.raises(KeyboardInterrupt):
+        TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST).fill(killed, answers, lambda done, wanted: None)
+    with (tmp_path / "taps-0-2.2.bfloat16").open("ab") as rows:
+        rows.write(b"rows without a line in the index")
+    cache = TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST)
+    assert [cache.has(answer) for answer in answers] == [True] * 5 + [False] * 2
+    cache.fill(read, answers, lambda done, wanted: None)
+
+    sizes = {file.name: file.stat().st_size for file in tmp_path.glob("*.bfloat16")}
+    row = len(TAPS) * HIDDEN_SIZE
+    names = ("taps-0-2.bfloat16", *(f"taps-0-2.{number}.bfloat16" for number in (1, 2, 3)))
+    assert sizes == dict(zip(names, (stored_bytes(tokens, row) for tokens in (16, 16, 16, 8)), strict=True))
+    for found in (cache, TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST)):
+        assert [set(found.of(answer).flatten().tolist()) for answer in answers] == [{number} for number in range(7)]
+        assert all(found.of(answer).shape == (8, row) for answer in answers)
+    monkeypatch.setattr(tap_cache, "_FILE_BYTES", 1)
+    other = TapCache(tmp_path / "other", TAPS, HIDDEN_SIZE, LONGEST)
+    other.fill(read, answers[:2], lambda done, wanted: None)
+    assert len(list((tmp_path / "other").glob("*.bfloat16"))) == 2
+
+
+def test_a_line_of_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "taps-0-2.jsonl").write_text('{"key": "a", "tokens": 3, "checksum": 1, "file": 2}\n')
+    with pytest.raises(ConfigurationError, match="at byte 0 is refused"):
+        TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST)
 
 
 @pytest.mark.parametrize("line", ['{"key": "a", "tok{"key": "b"}', '{"key": "a", "tokens": 3}', "[]"])
