@@ -98,8 +98,8 @@ class Run(SingleProcess):
         """Train, measure and save. Raises `PilotfishError`."""
         chosen = self.options
         taps = self.taps()
-        rows = self._rows(self.lengthened(texts.train), taps, (self.peers.rank, self.peers.count))
-        measured = {name: self._rows(answers, taps) for name, answers in texts.measured.items()}
+        rows = self._rows(self.lengthened(texts.train), (self.peers.rank, self.peers.count))
+        measured = {name: self._rows(answers) for name, answers in texts.measured.items()}
         module = self._module(taps, rows.tap_scale(self.peers))
         self.drop_layers()
         self.peers.shard(module, list(module.layers))
@@ -112,11 +112,9 @@ class Run(SingleProcess):
         training = BlockTraining(scaled_head(self.target), module, plan, self.peers)
         self.fit(training, rows, measured, lambda: self._save(taps, module))
 
-    def _rows(self, answers: Sequence[Answer], taps: Sequence[int], part: tuple[int, int] = (0, 1)) -> TextRows:
+    def _rows(self, answers: Sequence[Answer], part: tuple[int, int] = (0, 1)) -> TextRows:
         chosen = self.options
-        rows = TextRows(
-            self.target, answers, taps, length=chosen.max_length, temperature=chosen.goal_temperature, part=part
-        )
+        rows = TextRows(self.target, answers, length=chosen.max_length, temperature=chosen.goal_temperature, part=part)
         self.tell(f"hidden states of {len(answers):,} texts, {rows.tokens:,} tokens in {rows.rows:,} rows")
         return rows
 

@@ -34,7 +34,7 @@ from workers.model.public_shapes import FeatureShape
 from workers.model.target_ends import scaled_head
 
 _STATE_TOKENS = 16384
-"""Tokens of one pass of the target that computes hidden states, padding included."""
+"""Tokens whose hidden states are read at once, padding included."""
 
 
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -92,8 +92,8 @@ class Run(SingleProcess):
         begun = self.directory_of_training
         vocabulary = self.vocabulary(texts) if begun is None else begun.vocabulary
         taps = self.taps()
-        states = self._states(self.lengthened(texts.train), taps, (self.peers.rank, self.peers.count))
-        measured = {name: self._states(answers, taps) for name, answers in texts.measured.items()}
+        states = self._states(self.lengthened(texts.train), (self.peers.rank, self.peers.count))
+        measured = {name: self._states(answers) for name, answers in texts.measured.items()}
         head = self._head(taps, vocabulary)
         self.drop_layers()
         plan = RollOutPlan(
@@ -109,12 +109,11 @@ class Run(SingleProcess):
 
         self.fit(training, states, measured, lambda: self._save(card, head, rows))
 
-    def _states(self, answers: Sequence[Answer], taps: Sequence[int], part: tuple[int, int] = (0, 1)) -> TextStates:
+    def _states(self, answers: Sequence[Answer], part: tuple[int, int] = (0, 1)) -> TextStates:
         chosen = self.options
         states = TextStates(
             self.target,
             answers,
-            taps,
             max_length=chosen.max_length,
             batch_tokens=min(_STATE_TOKENS, chosen.batch_tokens),
             part=part,

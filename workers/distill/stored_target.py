@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.distill.answers import Answer
-from workers.distill.modules.tap_cache import TapCache
+from workers.distill.modules.batches import TapSource
 from workers.model.target_ends import named_tensors, read_config
 
 
@@ -26,13 +26,18 @@ class StoredTarget:
 
     parts: PreTrainedModel
     """The model; the layers that are left out have no weights."""
-    states: TapCache
+    states: TapSource
     """The residual streams that a draft reads, and after them that of the last layer, before the final norm."""
 
     @property
     def config(self) -> PreTrainedConfig:
         """The model's configuration."""
         return self.parts.config
+
+    @property
+    def width(self) -> int:
+        """Values of the taps of one token, taps x hidden size."""
+        return self.states.width - int(self.config.hidden_size)
 
     def get_input_embeddings(self) -> nn.Module:
         """The module with the embedding."""
@@ -76,19 +81,15 @@ def load_parts(directory: Path, device: torch.device, dtype: torch.dtype, layers
     return frozen
 
 
-def read_states(target: Any, answers: Sequence[Answer], tokens: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+def read_states(target: StoredTarget, answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
     """The taps [rows, length, taps x hidden size] and last hidden states [rows, length, hidden size] of texts.
 
-    `tokens` [rows, length] are those of the answers with their prompts, padded on the right. Tap `l` is the residual
-    stream after `l` layers, all but the last one. The target computes them, unless it is a `StoredTarget`: this raises
-    `ConfigurationError` where a text's are not stored.
+    They are padded on the right, and in the type and on the device of the target. Raises `ConfigurationError` where a
+    text's are not stored.
     """
+    if missing := [answer.key for answer in answers if not target.states.has(answer)]:
+        raise ConfigurationError(f"--states: lacks the hidden states of the texts {shorten(missing)}")
     with torch.inference_mode():
-        if not isinstance(target, StoredTarget):
-            found = target.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-            return torch.cat([found.hidden_states[tap] for tap in taps], dim=-1), found.last_hidden_state
-        if missing := [answer.key for answer in answers if not target.states.has(answer)]:
-            raise ConfigurationError(f"--states: lacks the hidden states of the texts {shorten(missing)}")
         rows = nn.utils.rnn.pad_sequence([target.states.of(answer) for answer in answers], batch_first=True)
         weight = target.get_input_embeddings().get_parameter("weight")
         rows, size = rows.to(weight.device, weight.dtype), weight.shape[1]

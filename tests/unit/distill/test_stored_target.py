@@ -27,6 +27,7 @@ from deploy.distillation.rank_writer import RankWriter
 from deploy.local import local_cluster
 from tests.support.models import quantized
 from tests.support.models.plain_generation import greedy_texts
+from tests.support.models.shown_target import shown_target
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, Command
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.eagle3.states import TextStates
@@ -54,8 +55,8 @@ def test_texts_have_the_states_that_were_stored(
     some = [answers[0], replace(answers[1], answer=answers[1].answer[:4]), answers[2]]
 
     read, computed = (
-        TextStates(one, some, TAPS, max_length=64, batch_tokens=48).batch([1, 0, 2])
-        for one in (stored(target, directory, some, tmp_path), target)
+        TextStates(one, some, max_length=64, batch_tokens=48).batch([1, 0, 2])
+        for one in (stored(target, directory, some, tmp_path), shown_target(target, TAPS))
     )
 
     assert read.lengths.tolist() == [PROMPT + 4, PROMPT + LENGTH, PROMPT + LENGTH]
@@ -70,7 +71,7 @@ def test_a_text_without_states_is_named(
     changed = replace(answers[1], prompt=answers[1].prompt[1:])
 
     with pytest.raises(ConfigurationError, match=r"--states: lacks the hidden states of the texts \['prompts:1'\]"):
-        TextStates(found, [answers[0], changed], TAPS, max_length=64, batch_tokens=48)
+        TextStates(found, [answers[0], changed], max_length=64, batch_tokens=48)
 
 
 def test_other_layers_have_no_weights(target: PreTrainedModel, directory: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from workers.distill.dspark.module import Blocks
 from workers.distill.eagle3.states import by_length
 from workers.distill.examples import most_alternatives, successors, weights_of
 from workers.distill.peers import ALONE, Peers
-from workers.distill.stored_target import read_states
+from workers.distill.stored_target import StoredTarget, read_states
 from workers.model.target_ends import logit_factor
 
 _LEADING = 64
@@ -24,7 +24,7 @@ _LEADING = 64
 _CHUNK = 4096
 """Positions whose logits over the target's whole vocabulary are computed at once."""
 _BATCH_TOKENS = 16384
-"""Tokens of one pass of the target, padding included."""
+"""Tokens whose states are read at once, padding included."""
 _SCALE_TOKENS = 1 << 16
 """About how many tokens the scale of taps is computed from."""
 
@@ -63,29 +63,27 @@ class TextRows:
 
     def __init__(
         self,
-        target: Any,
+        target: StoredTarget,
         answers: Sequence[Answer],
-        taps: Sequence[int],
         *,
         length: int,
         temperature: float = 1.0,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Compute the states of all answers, each cut to `length` tokens, the size of a row.
+        """Read the states of all answers, each cut to `length` tokens, the size of a row.
 
-        `part` (i, n) is the process i of n that has the same answers: it computes every n-th row alone, from row i.
+        `part` (i, n) is the process i of n that has the same answers: it reads every n-th row alone, from row i.
 
-        `target` is a decoder-only model of `transformers`, or a `StoredTarget`; see `read_states` for `taps`. Its
-        probabilities are those at `temperature`. Raises `ConfigurationError` without a text whose answer has two
-        tokens.
+        The target's probabilities are those at `temperature`. Raises `ConfigurationError` without a text whose answer
+        has two tokens, and where a text's states are not stored.
         """
-        head = target.get_output_embeddings()
-        width, vocabulary = len(taps) * int(target.config.hidden_size), int(target.config.vocab_size)
+        head = target.get_output_embeddings().get_parameter("weight")
+        width, vocabulary = target.width, int(target.config.vocab_size)
         heat = temperature / logit_factor(target.config)
-        placed = self._place(answers, length, width, vocabulary, head.weight, part)
+        placed = self._place(answers, length, width, vocabulary, head, part)
         own = [one for one in placed if one.place // length % part[1] == part[0]]
         for batch in by_length([len(one.tokens) for one in own], _BATCH_TOKENS):
-            self._read(target, [own[index] for index in batch], taps, heat)
+            self._read(target, [own[index] for index in batch], heat)
 
     @classmethod
     def shown(cls, answers: Sequence[Answer], states: Callable[[Answer], Tensor], *, length: int) -> TextRows:
@@ -102,7 +100,7 @@ class TextRows:
             count = len(one.tokens)
             place = slice(one.place, one.place + count)
             found._taps[place] = states(one.answer)[:count]
-            leading, shares = successors(one.answer, count, width)
+            leading, shares = (part[:, :_LEADING] for part in successors(one.answer, count, width))
             found._leading[place], found._shares[place] = leading.int(), shares.half()
             weights[one.place : one.place + count - 1] = weights_of(one.answer, count)[1:]
         found._weights = weights
@@ -177,14 +175,13 @@ class TextRows:
         self._weights: Tensor | None = None
 
     @torch.inference_mode()
-    def _read(self, target: Any, batch: Sequence[_Placed], taps: Sequence[int], heat: float) -> None:
-        """Compute and store the states of texts. `heat` divides the products of the head."""
+    def _read(self, target: StoredTarget, batch: Sequence[_Placed], heat: float) -> None:
+        """Read and store the states of texts. `heat` divides the products of the head."""
         answers, texts, places = zip(*batch, strict=True)
         longest, lengths = max(map(len, texts)), torch.tensor([len(text) for text in texts]).unsqueeze(1)
-        tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts]).to(self.device)
         inner = torch.arange(longest)
         stored = torch.tensor(places).unsqueeze(1) + inner
-        states, last = (part.flatten(0, 1) for part in read_states(target, answers, tokens, taps))
+        states, last = (part.flatten(0, 1) for part in read_states(target, answers))
         is_token = inner < lengths
         stored = stored // self.length // self._parts * self.length + stored % self.length  # among own rows
         where, chosen = stored[is_token].to(self.device), is_token.flatten().nonzero().flatten().to(self.device)
@@ -235,9 +232,7 @@ class TextRows:
         block = Blocks(anchors, self._starts[stored[:, :, 0]], tokens[:, :, :-1])
         read = (rows // self._parts * self.length).view(-1, 1, 1) + places[:, :, :-1].clamp(max=self.length - 1)
         is_text, weights = places[:, :, 1:] < ends, None if self._weights is None else self._weights[read]
-        return block, Goal(
-            self._leading[read].long(), self._shares[read].float(), tokens[:, :, 1:], is_text, weights
-        )
+        return block, Goal(self._leading[read].long(), self._shares[read].float(), tokens[:, :, 1:], is_text, weights)
 
 
 def _packed(lengths: Sequence[int], size: int) -> tuple[list[int], int]:

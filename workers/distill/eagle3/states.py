@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workers.distill.answers import Answer
 from workers.distill.examples import fill_batches, most_alternatives, successors, weights_of
-from workers.distill.stored_target import read_states
+from workers.distill.stored_target import StoredTarget, read_states
 from workers.model.target_ends import logit_factor
 
 _CHUNK = 4096
@@ -48,26 +48,25 @@ class TextStates:
 
     def __init__(
         self,
-        target: Any,
+        target: StoredTarget,
         answers: Sequence[Answer],
-        taps: Sequence[int],
         *,
         max_length: int,
         batch_tokens: int,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Compute the states of the answers of a `part` `(k, n)`: numbers k, k + n, …. All are cut to `max_length`.
+        """Read the states of the answers of a `part` `(k, n)`: numbers k, k + n, …. All are cut to `max_length`.
 
-        `target` is a decoder-only model of `transformers`, or a `StoredTarget`; see `read_states` for `taps`.
+        Raises `ConfigurationError` where a text's are not stored.
         """
-        weight, size = target.get_output_embeddings().weight, int(target.config.hidden_size)
+        weight, size = target.get_output_embeddings().get_parameter("weight"), int(target.config.hidden_size)
         own = range(part[0], len(answers), part[1])
-        self._allocate(answers, own, max_length, (len(taps) * size, size), weight)
+        self._allocate(answers, own, max_length, (target.width, size), weight)
         factor = logit_factor(target.config)
         for batch in by_length([self.lengths[row] for row in own], batch_tokens):
             chosen = [own[number] for number in batch]
             indices, is_token = self._places(chosen)
-            states, final = read_states(target, [answers[row] for row in chosen], self._tokens[indices], taps)
+            states, final = read_states(target, [answers[row] for row in chosen])
             self._taps[indices[is_token]] = states[is_token]
             self._final[indices[is_token]] = final[is_token] * factor
 
