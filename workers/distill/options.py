@@ -20,9 +20,12 @@ Their modules are of the kinds `eagle` and `block`.
 PLANNED = (*SINGLE_PROCESS, LAYERS, *(kind for kind in SHAPES if kind != "table"))
 """The kinds whose memory is known before they are trained: all that a device trains."""
 
+PATHS = ("heads", "block", "eagle")
+"""The kinds that are trained on paths of drafted tokens."""
+
 _POSITIVE = (
     *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
-    *("evaluate_prompts", "minutes", "steps", "depths", "device_gb", "workers"),
+    *("evaluate_prompts", "minutes", "steps", "depths", "device_gb", "workers", "rejection_weight"),
 )
 
 
@@ -131,6 +134,11 @@ class DistillOptions:
         "the target rejects at best: one minus the sum of min(p, q).",
     ] = "forward_kl"
     on_policy: Annotated[float, "Share of batches whose answers the student writes."] = 0.0
+    rejection_weight: Annotated[
+        float,
+        "For heads, block and eagle: weight of the token at which the target would reject the draft's own greedy "
+        "chain, relative to the others.",
+    ] = 1.0
     minutes: Annotated[
         float | None,
         "Minutes that the whole command takes at most: answers, hidden states, training, measuring.",
@@ -170,6 +178,10 @@ class DistillOptions:
             raise ConfigurationError(f"--precision: {self.precision!r} is refused; it must be float32 or bfloat16")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigurationError(f"--device: {self.device!r} is refused; it must be auto, cpu or cuda")
+        if self.rejection_weight != 1.0 and self.kind not in PATHS:
+            raise ConfigurationError(
+                f"--rejection-weight: refused for kind {self.kind}; it is for kinds {', '.join(PATHS)}"
+            )
         if self.kind not in SINGLE_PROCESS:
             self._check_without_peers()
         if self.plan:

@@ -181,6 +181,8 @@ def test_a_disk_without_room_for_hidden_states_is_refused_before_the_target_is_l
         (("heads", "--steps", "1", "--selector-rank", "-1"), "--selector-rank: -1 is refused; it must be 0 or above"),
         (("exit", "--steps", "1", "--layers", "0,3"), "--layers: [0, 3] is refused; it must be within 0 and 2"),
         (("eagle", "--steps", "1", "--on-policy", "0.5"), "--on-policy: refused for kind eagle"),
+        (("exit", "--steps", "1", "--rejection-weight", "2"), "--rejection-weight: refused for kind exit"),
+        (("eagle", "--steps", "1", "--rejection-weight", "0"), "--rejection-weight: 0.0 is refused; it must be"),
     ],
 )
 def test_invalid_options_are_refused_before_any_work(

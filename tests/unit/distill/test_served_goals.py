@@ -1,8 +1,8 @@
-"""What is known of served texts becomes the goals of each training: the target's probabilities, and weights of tokens."""
+"""What is known of served texts becomes the goals of trainings: the target's probabilities, and weights of tokens."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +13,16 @@ from transformers import PreTrainedModel
 
 from tests.support.models import drafting_modules, tiny
 from tests.support.models.shown_target import shown_target
-from tests.unit.distill.conftest import LENGTH, PROMPT
+from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
 from tests.unit.distill.eagle3.test_eagle3_training import random_head, shape
 from workers.distill.answers import Answer, Leading
+from workers.distill.divergence import divergences, forward_kl
 from workers.distill.dspark.rows import TextRows
 from workers.distill.eagle3.served import ServedTraining
 from workers.distill.eagle3.states import TextStates, target_probabilities
 from workers.distill.eagle3.training import RollOutPlan
 from workers.distill.modules.batches import tap_batch
-from workers.distill.modules.path_loss import path_loss
+from workers.distill.modules.path_loss import PathWeights, accepted, path_loss
 from workers.distill.modules.paths import predict
 from workers.distill.modules.tap_cache import taps_of
 from workers.model.drafting.files import load_ends, make_module
@@ -41,6 +42,23 @@ def known(target: PreTrainedModel, answers: tuple[Answer, ...]) -> list[Answer]:
         leading = Leading(best.indices.numpy().astype(np.int32), best.values.numpy().astype(np.float16))
         found.append(replace(answer, leading=leading, weights=draw.uniform(0.5, 2.0, LENGTH).astype(np.float32)))
     return found
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Hidden states of answers by their keys. It is a `TapSource`."""
+
+    states: dict[str, Tensor]
+
+    @property
+    def width(self) -> int:
+        return next(iter(self.states.values())).shape[1]
+
+    def has(self, answer: Answer) -> bool:
+        return answer.key in self.states
+
+    def of(self, answer: Answer) -> Tensor:
+        return self.states[answer.key]
 
 
 def states_of(target: PreTrainedModel, answers: list[Answer]) -> dict[str, Tensor]:
@@ -89,22 +107,42 @@ def test_roll_outs_have_the_probabilities_that_the_target_s_last_states_give(
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_the_token_at_which_a_path_is_rejected_counts_more(
+    target: PreTrainedModel, directory: Path, known: list[Answer], weight: float
+) -> None:
+    """Neither those before it, which are accepted, nor those after it, which the target never gets to."""
+    taps = (LAYERS,)
+    ends = load_ends(directory, drafting_modules.card_for(directory, "heads", taps), None, torch.float32, CPU)
+    states = {one.key: taps_of(target, [(*one.prompt, *one.answer)], taps)[0] for one in known}
+    torch.manual_seed(0)
+    module = make_module(ends, replace(drafting_modules.shapes(48)["heads"], selector_rank=0), taps)
+    batch = tap_batch([replace(one, weights=None) for one in known], Cache(states), ends, ROW)
+    with torch.no_grad():
+        paths = predict(module, ends, batch)
+        found = path_loss(paths, batch, ends, None, PathWeights(0.5, weight), "forward_kl")
+        cells = []
+        for hidden, row, start in zip(paths.hidden, paths.rows.tolist(), paths.starts.tolist(), strict=True):
+            is_accepted = True
+            for depth, place in enumerate(range(start, min(start + len(hidden), int(batch.lengths[row])))):
+                logits = ends.logits(hidden[depth]).unsqueeze(0)
+                leading, logarithms = batch.leading[row, place : place + 1], batch.log_probabilities[row, place]
+                divergence = divergences(logits, leading, logarithms.unsqueeze(0), forward_kl)
+                is_right = int(logits.argmax()) == int(batch.tokens[row, place])
+                cells.append((float(divergence), 0.5**depth * (weight if is_accepted and not is_right else 1.0)))
+                is_accepted = is_accepted and is_right
+    assert float(found) == pytest.approx(sum(a * b for a, b in cells) / sum(b for _, b in cells), rel=1e-4)
+    accepted_lengths = accepted(paths, batch, ends, None)
+    assert accepted_lengths.min() == 0 < accepted_lengths.max()
+
+
 @pytest.mark.parametrize("kind", ["heads", "block", "eagle"])
 def test_a_token_s_loss_counts_by_its_weight(
     target: PreTrainedModel, directory: Path, known: list[Answer], kind: str
 ) -> None:
     """A text of the weight 0 teaches nothing, and the scale of all weights changes nothing."""
     taps = {"heads": (6,), "block": (1, 3), "eagle": (1, 3)}[kind]
-
-    class Cache:
-        width = 48 * len(taps)
-
-        def has(self, _: Answer) -> bool:
-            return True
-
-        def of(self, answer: Answer) -> Tensor:
-            return taps_of(target, [(*answer.prompt, *answer.answer)], taps)[0]
-
+    states = {one.key: taps_of(target, [(*one.prompt, *one.answer)], taps)[0] for one in known}
     ends = load_ends(directory, drafting_modules.card_for(directory, kind, taps), None, torch.float32, CPU)
     torch.manual_seed(0)
     module = make_module(ends, drafting_modules.shapes(48)[kind], taps)
@@ -115,9 +153,9 @@ def test_a_token_s_loss_counts_by_its_weight(
             replace(one, weights=None if weight is None else np.full(LENGTH, weight, np.float32))
             for one, weight in zip(known, weights, strict=False)
         ]
-        batch = tap_batch(texts, Cache(), ends, ROW)
+        batch = tap_batch(texts, Cache(states), ends, ROW)
         with torch.no_grad():
-            return path_loss(predict(module, ends, batch), batch, ends, None, 0.8, "forward_kl")
+            return path_loss(predict(module, ends, batch), batch, ends, None, PathWeights(0.8), "forward_kl")
 
     both, alone = loss(None, None), loss(None)
     assert not torch.isclose(both, alone)

@@ -16,7 +16,7 @@ from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress
 from workers.distill.loop import Clock, EarlyStopping, Report, TrainingLoop, TrainingPlan
 from workers.distill.modules.batches import TapBatch, TapSource, tap_batch
-from workers.distill.modules.path_loss import accepted, path_loss
+from workers.distill.modules.path_loss import PathWeights, accepted, path_loss
 from workers.distill.modules.paths import Paths, predict
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.files import DraftingModule
@@ -62,6 +62,8 @@ class ModulePlan:
     """Roll-outs of an EAGLE head when it is measured."""
     layer_scale: float = 1.0
     """Learning rate of decoder layers relative to the other parameters: lower where they are trained already."""
+    rejection_weight: float = 1.0
+    """Weight of a token at which the target would reject the module's own greedy chain, relative to the others."""
     optimizer: str = "muon"
     """`muon` (Jordan et al. 2024) for matrices and AdamW for vectors, or `adamw` for all."""
 
@@ -153,7 +155,8 @@ class ModuleLearner:
         self._held_out = held_out
         self._plan = plan
         self.vocabulary = tapped.ends.row_of
-        self.identity = json.dumps([plan.optimizer, plan.taps])
+        own = [] if plan.rejection_weight == 1.0 else [plan.rejection_weight]
+        self.identity = json.dumps([plan.optimizer, plan.taps, *own])
         self.parameters: Mapping[str, nn.Parameter] = {
             name: value for name, value in tapped.module.named_parameters() if value.requires_grad
         }
@@ -169,7 +172,8 @@ class ModuleLearner:
         generator = torch.Generator().manual_seed(training.seed * 1_000_003 + number)
         with torch.autocast(ends.head.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
             paths = predict(self._tapped.module, ends, batch, plan.paths, generator, plan.depths)
-            loss = path_loss(paths, batch, ends, self._tapped.selector, plan.decay, training.loss)
+            counted = PathWeights(plan.decay, plan.rejection_weight)
+            loss = path_loss(paths, batch, ends, self._tapped.selector, counted, training.loss)
         return loss, len(paths.starts)
 
     def measure(self) -> float | None:

@@ -152,7 +152,14 @@ def module_training_plan(options: DistillOptions) -> ModulePlan:
     training = training_plan(options)
     paths = max(1, options.batch_tokens // 4) if options.kind in ("heads", "block") else 0
     scale = _TRAINED_LAYER_SCALE if options.start is not None or options.layers else 1.0
-    return ModulePlan(training, options.taps, paths=paths, layer_scale=scale, optimizer=options.optimizer)
+    return ModulePlan(
+        training,
+        options.taps,
+        paths=paths,
+        layer_scale=scale,
+        rejection_weight=options.rejection_weight,
+        optimizer=options.optimizer,
+    )
 
 
 def checkpoint_of(options: DistillOptions) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,11 +14,20 @@ from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.selector import CANDIDATES, Selector, top_candidates
 
 
+@dataclass(frozen=True, slots=True)
+class PathWeights:
+    """How much the tokens of a path count."""
+
+    decay: float
+    """A depth relative to the depth before."""
+    rejection: float = 1.0
+    """The first token whose most probable prediction is not the written one, so that the target would reject it."""
+
+
 def path_loss(
-    paths: Paths, batch: TapBatch, ends: TargetEnds, selector: Selector | None, decay: float, loss: str
+    paths: Paths, batch: TapBatch, ends: TargetEnds, selector: Selector | None, counted: PathWeights, loss: str
 ) -> Tensor:
-    """The mean divergence from the target over all predicted tokens, weighted by `decay` to the power of the depth
-    and by the batch's own weights.
+    """The mean divergence from the target over all predicted tokens, weighted by `counted` and by the batch's weights.
 
     A selector adds its own divergence among its candidates from depth 1 on, with the written token as the token before.
     """
@@ -27,7 +38,10 @@ def path_loss(
     leading, log_probabilities = batch.leading[rows, places], batch.log_probabilities[rows, places]
     logits = ends.logits(hidden.to(ends.head.dtype))
     found = divergences(logits, leading, log_probabilities, divergence_named(loss))
-    weights = decay ** depth.float() * (1.0 if batch.weights is None else batch.weights[rows, places])
+    weights = counted.decay ** depth.float() * (1.0 if batch.weights is None else batch.weights[rows, places])
+    if counted.rejection != 1.0:
+        is_right = logits.argmax(dim=-1) == ends.row_of[batch.tokens[rows, places]]
+        weights = torch.where(_is_rejected(is_right, is_known), counted.rejection * weights, weights)
     total = (found * weights).sum() / weights.sum().clamp(min=1e-9)
     later = depth > 0
     if selector is None or not bool(later.any()):
@@ -38,6 +52,14 @@ def path_loss(
     scores = ends.logits_of(candidates, corrected).float()
     chosen = _choice_loss(scores, candidates, leading[later], log_probabilities[later])
     return total + (chosen * weights[later]).sum() / weights[later].sum()
+
+
+def _is_rejected(is_right: Tensor, is_known: Tensor) -> Tensor:
+    """Which predicted tokens [predictions] end the accepted part of their paths; `is_known` is [paths, depths]."""
+    right = torch.zeros_like(is_known)
+    right[is_known] = is_right
+    reached = torch.cat([torch.ones_like(right[:, :1]), right[:, :-1].cumprod(dim=1) > 0], dim=1)
+    return (reached & ~right)[is_known]
 
 
 def accepted(paths: Paths, batch: TapBatch, ends: TargetEnds, selector: Selector | None) -> Tensor:

@@ -122,7 +122,7 @@ def test_an_interruption_changes_no_weight(
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": "adamw"}, {"taps": (2,)}])
+@pytest.mark.parametrize("changes", [{"optimizer": "adamw"}, {"taps": (2,)}, {"rejection_weight": 2.0}])
 def test_a_checkpoint_of_another_optimizer_or_of_other_hidden_states_is_refused(
     ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -146,8 +146,9 @@ def test_a_training_continues_with_another_loss(
     assert progress.agreements[:1] == first.agreements[:1]
 
 
-def test_the_plan_of_a_training_names_its_hidden_states() -> None:
-    assert module_training_plan(DistillOptions(kind="heads", plan=True, steps=1, taps=(3,))).taps == (3,)
+def test_the_plan_of_a_training_has_its_hidden_states_and_the_weight_of_rejections() -> None:
+    found = module_training_plan(DistillOptions(kind="heads", plan=True, steps=1, taps=(3,), rejection_weight=2.0))
+    assert (found.taps, found.rejection_weight) == ((3,), 2.0)
 
 
 class TestPaths:
