@@ -47,6 +47,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--loss", choices=tuple(DIVERGENCES), default=FORWARD_KL, help="Divergence to minimise.")
     add("--learning-rate", type=float, default=1e-3)
     add("--batch-tokens", type=int, default=16384, help="Tokens of a batch, padding included.")
+    add("--pack", action="store_true", help="Let texts share rows of --max-length, instead of padding similar ones.")
     return checked(parser.parse_args(arguments), {"depths": (1, 64), "batch_tokens": (1, 1 << 24)})
 
 
@@ -97,7 +98,11 @@ class Run(SingleProcess):
         head = self._head(taps, vocabulary)
         self.drop_layers()
         plan = RollOutPlan(
-            **self.plan_values(), depths=chosen.depths, batch_tokens=chosen.batch_tokens, loss=chosen.loss
+            **self.plan_values(),
+            depths=chosen.depths,
+            batch_tokens=chosen.batch_tokens,
+            packs=chosen.pack,
+            loss=chosen.loss,
         )
         rows = torch.tensor(vocabulary, device=self.device)
         self.peers.shard(head)

@@ -41,7 +41,7 @@ from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import Anchors, BlockPlan, BlockTraining
 from workers.distill.eagle3.head import Eagle3Head
 from workers.distill.eagle3.memory import RollOutBatch, text_bytes
-from workers.distill.eagle3.states import TextBatch
+from workers.distill.eagle3.states import PackedTexts, TextBatch
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
 from workers.distill.examples import Batch
 from workers.distill.loop import TrainingPlan
@@ -339,7 +339,9 @@ def run_roll_out_training(
                     torch.empty((*size, count * shape.target_hidden_size), dtype=torch.bfloat16)
                     for count in (shape.taps, 1)
                 )
-            return TextBatch(tokens, lengths, torch.zeros_like(lengths), taps, final)
+            nothing = torch.zeros(size, dtype=torch.int64)
+            packed = PackedTexts(nothing, nothing, nothing) if batch.packs else None
+            return TextBatch(tokens, lengths, torch.zeros_like(lengths), taps, final, packed=packed)
 
         found = _two_steps(_stepping(training, texts, drawn), counter, counts_flops=ranks == 1)
         return FakeRun(parameters=parameters, **found)

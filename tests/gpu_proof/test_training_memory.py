@@ -76,12 +76,13 @@ def test_the_predicted_memory_is_what_a_step_takes(name: str, ranks: int, recomp
         assert block_flops(target, shape, batch, recomputes=recomputes) == pytest.approx(ran.flops, rel=0.03)
 
 
+@pytest.mark.parametrize("packs", [False, True], ids=["padded", "packed"])
 @CONFIGURATIONS
-def test_an_eagle3_head_takes_what_is_planned(name: str, ranks: int, recomputes: bool) -> None:
+def test_an_eagle3_head_takes_what_is_planned(name: str, ranks: int, recomputes: bool, packs: bool) -> None:
     """The head, its optimizers, the target's ends and 150,000 tokens of texts fit one GPU of 80 GB each."""
     target, tokens = target_size(name), 150_000
     shape = eagle3.shape_of(MODELS[name], (2, 16, 29), is_normed=True)
-    batch = RollOutBatch(rows=8, length=1024, depths=5, vocabulary=8192)
+    batch = RollOutBatch(rows=8, length=1024, depths=5, vocabulary=8192, packs=packs)
 
     ran = run_roll_out_training(target, shape, batch, tokens, ranks=ranks, recomputes=recomputes)
 

@@ -91,7 +91,15 @@ class Eagle3Head(nn.Module):
         found: Tensor = self.fc(taps.to(self.fc.weight.dtype))
         return found
 
-    def forward(self, taps: Tensor, following: Tensor, depths: int, *, recomputes: bool = False) -> list[Tensor]:
+    def forward(
+        self,
+        taps: Tensor,
+        following: Tensor,
+        depths: int,
+        *,
+        places: Tensor | None = None,
+        recomputes: bool = False,
+    ) -> list[Tensor]:
         """The outputs [rows, tokens, hidden size] of each depth of a roll-out.
 
         This is EAGLE-3's training-time test: a head drafts several steps from its own outputs, all rows at once. The
@@ -103,18 +111,24 @@ class Eagle3Head(nn.Module):
 
         `taps` [rows, tokens, taps x target's hidden size] are the target's at the first positions of each row,
         `following` [rows, tokens, hidden size] embeddings of the tokens after them. Outputs of depth d at positions
-        below d are of no use. With `recomputes`, the backward pass computes the activations of each depth again.
+        below d of a text are of no use. `places` [rows, tokens] are the positions within their own texts, where a row
+        has several; none attends to another text. With `recomputes`, the backward pass computes the activations of
+        each depth again.
         """
         features = self.features(taps)
-        places = torch.arange(features.shape[1], device=features.device)
+        index = torch.arange(features.shape[1], device=features.device)
         body = self.shape.body
-        turn = Turn(places, *rotary_steps(body.rope, body.head_width, features.device))
-        behind = places.unsqueeze(1) - places  # [tokens, tokens] How far a position is before another one.
+        turn = Turn(index if places is None else places, *rotary_steps(body.rope, body.head_width, features.device))
+        behind = index.unsqueeze(1) - index  # [tokens, tokens] How far a position is before another one.
+        is_same: Tensor | None = None
+        if places is not None:
+            begins = index - places
+            is_same = (begins.unsqueeze(2) == begins.unsqueeze(1)).unsqueeze(1)  # [rows, 1, tokens, tokens]
         context: list[tuple[Tensor, Tensor]] = []
         outputs: list[Tensor] = []
         for depth in range(depths):
-            own = [behind == depth - earlier for earlier in range(1, depth + 1)]
-            mask = torch.cat([behind >= depth, *own], dim=1)
+            parts = [behind >= depth, *(behind == depth - earlier for earlier in range(1, depth + 1))]
+            mask = torch.cat(parts if is_same is None else [part & is_same for part in parts], dim=-1)
             # The context of this depth: what is computed again must not see later ones.
             seen = tuple(context)
             output, keys, values = run_layer(self._step, features, following, turn, seen, mask, recomputes=recomputes)

@@ -31,6 +31,13 @@ class RollOutBatch:
     """Steps of a roll-out."""
     vocabulary: int
     """Tokens that the head can propose."""
+    packs: bool = False
+    """Whether rows have several texts. Then each has a mask of its own."""
+
+    @property
+    def masks(self) -> int:
+        """Bytes of masks of positions among each other: one for all rows, or one for each that has several texts."""
+        return (self.rows if self.packs else 1) * (self.length - 1) ** 2
 
     @property
     def inputs(self) -> int:
@@ -72,7 +79,7 @@ def roll_out_memory(
     body, size = shape.body, head_size(shape, batch.vocabulary)
     hidden, wide, inputs, drafted = body.hidden_size, shape.taps * shape.target_hidden_size, batch.inputs, batch.drafted
     queries, keys, inner = body.heads * body.head_width, body.kv_heads * body.head_width, body.intermediate_size
-    residual, square = FLOAT * inputs * hidden, (batch.length - 1) ** 2
+    residual, square = FLOAT * inputs * hidden, batch.masks
 
     def layer(depth: int) -> int:
         """What a depth stores for the backward pass."""
@@ -93,7 +100,7 @@ def roll_out_memory(
     losses = batch.depths * (2 * logits + (FLOAT + HALF) * drafted * hidden + HALF * batch.vocabulary * hidden)
     whole, stored = 0 if ranks == 1 else FLOAT * size.parameters, text_tokens * text_bytes(shape)
     casts, last = HALF * size.momentum_only, batch.depths - 1
-    depths = sum(kept(depth) for depth in range(batch.depths))
+    depths = sum(kept(depth) for depth in range(batch.depths)) + (square if batch.packs else 0)  # which text is whose
     end = 3 * logits + HALF * drafted * shape.target_hidden_size  # logits, a product, what the target wants
     attention = HALF * inputs * queries * (2 + 2 * batch.depths)
     gradients = (3 + last) * residual + casts + FLOAT * batch.vocabulary * hidden

@@ -21,6 +21,18 @@ _CHUNK = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class PackedTexts:
+    """Where the texts of a row are that has several. All are [rows, length] int64, on the CPU."""
+
+    places: Tensor
+    """Position within the own text; 0 where there is none."""
+    first: Tensor
+    """The position within the text whose feature a draft begins from: the last one of the prompt."""
+    left: Tensor
+    """Tokens of the text that follow; 0 where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextBatch:
     """Rows of prompt and answer, padded on the right."""
 
@@ -38,6 +50,8 @@ class TextBatch:
     """The target's most probable next tokens and their probabilities, [rows, length, alternatives] each, int64 and
     float32, where they stand for the last hidden states; see `successors`. The weights of the losses of these tokens
     are multiplied into the probabilities."""
+    packed: PackedTexts | None = None
+    """Set where rows have several texts: then `lengths` are those of rows, and `first` is of no use."""
 
 
 class TextStates:
@@ -127,6 +141,32 @@ class TextStates:
             self._taps[indices],
             self._final[indices],
             None if known is None else (known[0][indices], known[1][indices]),
+        )
+
+    def packed(self, rows: Sequence[Sequence[int]], length: int) -> TextBatch:
+        """Rows of `length` tokens with several texts each, after one another, given by their numbers."""
+        indices, *parts = torch.zeros((4, len(rows), length), dtype=torch.long)
+        places, first, left = parts
+        is_token = torch.zeros((len(rows), length), dtype=torch.bool)
+        for row, texts in enumerate(rows):
+            begin = 0
+            for text in texts:
+                own, count = slice(begin, begin + self.lengths[text]), self.lengths[text]
+                places[row, own] = torch.arange(count)
+                indices[row, own] = self._starts[text] + places[row, own]
+                first[row, own], left[row, own] = self._prompts[text] - 1, count - 1 - places[row, own]
+                is_token[row, own] = True
+                begin += count
+        indices, chosen = indices.to(self._tokens.device), is_token.to(self._tokens.device)
+        known = self._successors
+        return TextBatch(
+            self._tokens[indices] * chosen,
+            is_token.sum(dim=1),
+            torch.zeros(len(rows), dtype=torch.long),
+            self._taps[indices],
+            self._final[indices],
+            None if known is None else (known[0][indices], known[1][indices]),
+            PackedTexts(places, first, left),
         )
 
     def _places(self, rows: Sequence[int], multiple: int = 1) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,8 @@ class RollOutPlan(DevicePlan):
     """Steps of a roll-out."""
     batch_tokens: int = 16384
     """Tokens of a batch, padding included, of all processes together."""
+    packs: bool = False
+    """Whether texts of any length share rows, as long as the longest text, instead of being padded to similar ones."""
     loss: str = FORWARD_KL
     """The name of the divergence that is minimised, one of `DIVERGENCES`."""
 
@@ -113,7 +115,10 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         following = self._embedding[batch.tokens[:, 1:]].float()
         with self._autocast():
             plan = self._plan
-            found: list[Tensor] = self._module(batch.taps[:, :-1], following, plan.depths, recomputes=plan.recomputes)
+            places = None if batch.packed is None else batch.packed.places[:, :-1].to(following.device)
+            found: list[Tensor] = self._module(
+                batch.taps[:, :-1], following, plan.depths, places=places, recomputes=plan.recomputes
+            )
             return found
 
     def _logits(self, outputs: Tensor) -> Tensor:
@@ -122,6 +127,8 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
 
     def _drafted(self, batch: TextBatch, depth: int) -> Tensor:
         """Positions [rows, length - 2] whose output of this depth predicts a token of the answer, on the CPU."""
+        if (packed := batch.packed) is not None:
+            return ((packed.places >= packed.first + depth) & (packed.left >= 2))[:, :-2]
         places = torch.arange(batch.tokens.shape[1] - 2)
         return (places >= batch.first.unsqueeze(1) + depth) & (places < batch.lengths.unsqueeze(1) - 2)
 
@@ -136,6 +143,11 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         epoch = 0
         while True:
             draw = random.Random(f"{self._plan.seed}:{epoch}")  # noqa: S311 - an order, not a secret
+            if self._plan.packs:
+                orders = [draw.sample(rows, len(rows)) for rows in usable]
+                yield from ((epoch, batch) for batch in self._packed(texts, orders))
+                epoch += 1
+                continue
             of_parts = []
             for rows in usable:
                 order = draw.sample(rows, len(rows))
@@ -145,6 +157,16 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
                 chosen = groups if peers.count == 1 else groups[peers.rank : peers.rank + 1]
                 yield epoch, texts.batch([row for group in chosen for row in group], multiple)
             epoch += 1
+
+    def _packed(self, texts: TextStates, orders: Sequence[Sequence[int]]) -> Iterator[TextBatch]:
+        """Batches of rows with several texts each, in the order of each part."""
+        peers, multiple = self._peers, MULTIPLE if self._device.type == "cuda" else 1
+        length = -(-max(texts.lengths[row] for order in orders for row in order) // multiple) * multiple
+        rows = max(1, self._plan.batch_tokens // len(orders) // length)
+        of_parts = [_rows_of(order, texts.lengths, length, rows) for order in orders]
+        for groups in zip(*of_parts, strict=False):
+            chosen = groups if peers.count == 1 else groups[peers.rank : peers.rank + 1]
+            yield texts.packed([row for group in chosen for row in group], length)
 
     def _optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """Muon for the matrices of the layer on a GPU, AdamW for vectors, the output matrix, and all of them on a CPU.
@@ -186,3 +208,21 @@ def _grouped(order: Sequence[int], lengths: Sequence[int], most_tokens: int) -> 
             sorted(order[start : start + neighbours], key=lengths.__getitem__), lengths, most_tokens
         )
     ]
+
+
+def _rows_of(order: Sequence[int], lengths: Sequence[int], length: int, most: int) -> list[list[list[int]]]:
+    """Texts in batches of at most `most` rows of `length` tokens, each text in the first row with room for it."""
+    batches: list[list[list[int]]] = []
+    left: list[int] = []
+    for text in order:
+        fits = next((row for row, space in enumerate(left) if space >= lengths[text]), None)
+        if fits is None and len(left) in (0, most):
+            batches.append([])
+            left = []
+        if fits is None:
+            batches[-1].append([])
+            left.append(length)
+            fits = len(left) - 1
+        batches[-1][fits].append(text)
+        left[fits] -= lengths[text]
+    return batches
