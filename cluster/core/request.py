@@ -251,6 +251,8 @@ class GenerationRequest:
     """The span that the request belongs to, in W3C's form; empty if there is none."""
     returns_drafts: bool = False
     """Whether commits have their draft trees. The answer does not depend on it."""
+    streams: bool = True
+    """Whether the caller reads each commit as it comes. Otherwise commits may wait for later ones."""
     priority: int = 0
     """Requests with a lower priority start earlier."""
     allows_learning: bool = False

@@ -21,6 +21,7 @@ _FIELDS_WITH_BEAMS = {
     *("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "n", "best_of", "beam_search"),
     *("cache_salt", "max_draft_tokens", "prediction_text", "prediction_token_ids", "resume", "coordinator"),
     *("prompt_options", "skip_special_tokens", "priority", "store", "client", "client_allows_learning", "traceparent"),
+    "stream",
 }
 """Fields of a request that beam search applies, or that change nothing in it. It refuses all others."""
 INCOMPATIBLE_WITH_BEAMS = (

@@ -33,6 +33,7 @@ def request_key(request: GenerationRequest) -> RequestKey:
         max_draft_tokens=None,
         prediction=(),
         returns_drafts=False,
+        streams=True,
         allows_learning=False,
         resumed=(),
         client="",  # a part of the id

@@ -60,6 +60,8 @@ class ValidatedRequest:
     """What the caller has of each generated answer; empty for a new request."""
     returns_drafts: bool = False
     """Whether draft trees are reported."""
+    streams: bool = True
+    """Whether the caller reads each response as it comes."""
     takes_min_tokens: bool = False
     """Whether the model's `min_tokens` holds, because the request gives none."""
     traceparent: str = ""
@@ -132,6 +134,7 @@ def validate(
         received=received_parts(request, answers, info, limits),
         traceparent=bounds.text("traceparent", request.traceparent, bounds.MAX_TRACEPARENT_BYTES),
         returns_drafts=request.return_drafts,
+        streams=request.stream if request.HasField("stream") else True,
         takes_min_tokens=not request.stopping.HasField("min_tokens"),
         priority=request.priority,
         allows_learning=_allows_learning(request, learns_from),
@@ -188,6 +191,7 @@ def fit_to_context(
         max_draft_tokens=request.max_draft_tokens,
         prediction=prediction if request.answers.beam is None else (),  # beams are not drafted for
         returns_drafts=request.returns_drafts,
+        streams=request.streams,
         priority=request.priority,
         allows_learning=request.allows_learning,
     )

@@ -69,17 +69,24 @@ async def _end(begun: asyncio.Task[Any], responses: Events) -> None:
 
 
 def answers(
-    client: ServiceClient, requests: Sequence[generation_pb2.GenerateRequest], timeout_seconds: float
+    client: ServiceClient,
+    requests: Sequence[generation_pb2.GenerateRequest],
+    timeout_seconds: float,
+    *,
+    streams: bool,
 ) -> Events:
     """Yield `(choice index, event)` in order of arrival. The choices of a prompt are `n` consecutive ones.
 
     The requests have one `n`, and get the name of the caller. The start of a request is repeated for each of its
     choices. The first error ends all calls; so does closing the iterator. The record of the HTTP request collects the
-    events. Raises `WorkerUnavailable` for an answer that was not requested.
+    events. `streams`: whether the HTTP response sends each event. Raises `WorkerUnavailable` for an answer that was not
+    requested.
     """
     record = current.get()
     for request in requests:
         named(request)
+        if not streams:
+            request.stream = False
         if record is not None:
             record.note_request(request)
     calls = [client.generate(request, timeout_seconds) for request in requests]

@@ -177,7 +177,7 @@ async def _generate(
     ]
     if translated.event_id.choices:
         restore(translated.event_id, choices, translated.requests)
-    events = answers(client, translated.requests, timeout)
+    events = answers(client, translated.requests, timeout, streams=translated.stream)
 
     async def begin() -> tuple[ResponseMetadata, EventId]:
         index, first = await anext(events)

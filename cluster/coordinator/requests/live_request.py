@@ -64,7 +64,7 @@ class LiveRequest:
         self._first_at: float | None = None
         self._latest_at: dict[int, float] = {}
         self._longest_answer = 0
-        self._inbox = Inbox()
+        self._inbox = Inbox(is_patient=not request.streams and not request.stopping.stop_strings)
         self._undelivered = len(strategy.answers)
 
     @property

@@ -106,7 +106,8 @@ async def respond(
 ) -> Response:
     """Generate the answer to a chat, and return the adapter's response, streamed if the chat says so."""
     message, names = chat_request(chat, request.state.request_id, seed_of(chat)), parameter_names(chat)
-    responses = answers(client, [message], timeout_of(request, limits.max_timeout_seconds))
+    timeout = timeout_of(request, limits.max_timeout_seconds)
+    responses = answers(client, [message], timeout, streams=chat.stream)
     answer = _Answer(ChatFormat.of(chat), adapter)
     async with beginning(request, responses, answer.first(responses), names, streams=chat.stream) as first:
         if not chat.stream:

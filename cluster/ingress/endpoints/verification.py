@@ -94,7 +94,7 @@ def add_verification(app: FastAPI, client: ServiceClient, limits: LimitsSection)
             raise InvalidRequest("text", body.text, "given, or token_ids, and not both")
         message = _request(body, limits, request.state.request_id)
         timeout = timeout_of(request, limits.max_timeout_seconds)
-        answer = await while_connected(request, _repeat(answers(client, [message], timeout), body))
+        answer = await while_connected(request, _repeat(answers(client, [message], timeout, streams=False), body))
         found, sent = _first_difference(answer, body), body.receipt.fingerprint
         if found is not None and body.text is not None and _echoes(body):
             prompts = (message.text or answer.prompt, answer.prompt)  # an echoed text may lack tokens in front of it

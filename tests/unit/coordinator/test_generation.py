@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
-from cluster.core.request import FinishReason, GenerationRequest
+from cluster.coordinator.requests import delivery
+from cluster.core.ids import RequestId
+from cluster.core.request import Commit, FinishReason, GenerationRequest
 from cluster.core.verification import StepBatch, StepResult
 from tests.support.fakes.fake_cluster import (
     all_tokens,
@@ -178,3 +181,29 @@ async def test_the_next_step_is_sent_before_readers_get_the_tokens_of_the_former
     assert happened[:begun] == ["sent"] * 2  # a step is under way when the first token arrives
     rounds = "".join(one[0] for one in happened[begun:]).split("s")
     assert rounds == ["rrr"] * 4 + ["rrrrrr"]  # each step's tokens are read during the next one; the last has none
+
+
+@pytest.mark.parametrize("has_stop_string", [False, True], ids=["without a stop string", "with a stop string"])
+async def test_commits_for_a_caller_that_reads_whole_answers_wait_for_the_last_one(
+    has_stop_string: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader finds stop strings, so a request that has some is read at once: later steps would be for nothing."""
+    monkeypatch.setattr(delivery, "HELD_SECONDS", 3600.0)
+
+    async def commits_and_steps(wanted: GenerationRequest) -> list[tuple[Commit, int]]:
+        return [(commit, len(target.batches)) async for commit in coordinator.generate(wanted)]
+
+    plain = request(max_tokens=12)
+    stopping = replace(plain.stopping, stop_strings=("never",) if has_stop_string else ())
+    whole = replace(plain, request_id=RequestId("whole"), streams=False, stopping=stopping)
+    target = FakeTarget()
+    async with serving(target, PerfectDrafter(target), draft__method="none") as coordinator:
+        streamed = await commits_and_steps(plain)
+        assert len(target.batches) == 12
+        held = await commits_and_steps(whole)
+    assert [commit.tokens for commit, _ in held] == [commit.tokens for commit, _ in streamed]
+    assert [commit.finish for commit, _ in held] == [commit.finish for commit, _ in streamed]
+    at_second = held[1][1] - 12
+    assert (at_second < 12) if has_stop_string else (at_second == 12)
+    assert streamed[1][1] < 12
+    assert held[0][1] - 12 < 12  # the first tokens never wait

@@ -34,6 +34,21 @@ async def test_a_chat_is_answered_whole(api: HttpApi) -> None:
     assert body["system_fingerprint"].startswith("pilotfish-")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9}),
+    ],
+)
+async def test_the_engine_knows_whether_an_answer_is_streamed(api: HttpApi, path: str, body: dict[str, Any]) -> None:
+    for streams in (False, True, None):
+        assert (await api.post(path, **body, **({} if streams is None else {"stream": streams}))).status_code == 200
+    assert [one.streams for one in api.engine.requests] == [False, True, False]
+
+
 async def test_usage_has_accepted_and_rejected_draft_tokens(api: HttpApi) -> None:
     usage = (await api.chat()).json()["usage"]
     details = usage["completion_tokens_details"]

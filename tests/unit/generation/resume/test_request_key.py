@@ -25,6 +25,7 @@ UNCOUNTED = {
     "max_draft_tokens",
     "prediction",
     "returns_drafts",
+    "streams",
     "allows_learning",
     "resumed",
     "client",
@@ -201,6 +202,7 @@ NOT_COUNTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompt_options.echo": ({}, {"prompt_options__echo": True}),
     "stopping.max_tokens": ({}, {"stopping__max_tokens": 5}),
     "return_drafts": ({}, {"return_drafts": True}),
+    "stream": ({}, {"stream": False}),
     "traceparent": ({}, {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}),
 }
 """By field: a request and the same with another value of the field, which has the same answers."""
