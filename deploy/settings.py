@@ -121,7 +121,9 @@ def set_ray_environment() -> None:
     its proxies more often, to replace a frozen one sooner. A proxy reads the answers of an ingress over gRPC, with
     Ray's token, because Ray's streams of objects take both processes half as much CPU time again. Answers have no bound
     there. It reads them on the event loop on which it sends them: a second one costs two wake-ups for each event, and
-    reads ahead of a slow client without a bound. Its garbage is collected less often.
+    reads ahead of a slow client without a bound. Its garbage is collected less often. Replicas have one loop, too: gRPC
+    wakes every loop of a process for each event, whichever waits for it. gRPC polls sockets in the thread that waits
+    for events: its event engine polls in another one, and an event then wakes both.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
@@ -130,8 +132,10 @@ def set_ray_environment() -> None:
     os.environ.setdefault("RAY_SERVE_PROXY_USE_GRPC", "1")
     os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", "-1")
     os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
+    os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
     os.environ.setdefault("RAY_SERVE_PROXY_GC_THRESHOLD", str(GARBAGE_THRESHOLD))
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 
 def _settle(

@@ -234,8 +234,10 @@ the chart's own: KubeRay's resource definition refuses a name that is there twic
 {{- end }}
 - {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "-1"}
 - {name: RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP, value: "0"}
+- {name: RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, value: "0"}
 - {name: RAY_SERVE_PROXY_GC_THRESHOLD, value: "10000"}
 - {name: RAY_gcs_server_port_wait_time_s, value: "120"}
+- {name: GRPC_EXPERIMENTS, value: "-event_engine_client,-event_engine_listener"}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.ray.proxy:middlewares"}
 - {name: RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, value: "deploy.ray.controller:started"}
 - {name: RAY_AUTH_MODE, value: token}
