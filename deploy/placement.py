@@ -125,7 +125,7 @@ class Placement:
 
     @property
     def drafts_on_target(self) -> bool:
-        """Whether the target's rank 0 drafts."""
+        """Whether no drafter has a process of its own: the target's rank 0 drafts, or nothing does."""
         return self.draft.replicas == 0
 
     @property
@@ -176,7 +176,7 @@ def plan(configuration: Configuration, nodes: Sequence[Resources]) -> Placement:
     on_target = shares_gpu or placement_of(draft, target) == "target"
     if on_target and draft.weights is not None and draft.weights.device != "cpu":
         draft_device = target_device
-    drafters = 0 if on_target else draft.replicas
+    drafters = draft.replicas if draft.is_enabled and not on_target else 0
     shares_node = on_target or target_hosts.has_room_for(draft_hosts)
     # The replicas of each role on one node, if they run on CPU.
     targets_here = ceil(target.replicas / len(target_hosts.largest))

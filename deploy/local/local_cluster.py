@@ -102,7 +102,7 @@ class LocalCluster:
         configuration = with_implied_settings(self._configuration)
         draft, access = configuration.draft, PeerAccess(self._token, configuration.cluster.tls)
         target = self._target or await self._host_target(configuration, access)
-        for _ in range(draft.replicas - draft.is_colocated):
+        for _ in range(draft.replicas if draft.uses_drafters else 0):
             self._drafters.append(await self._stack.enter_async_context(LocalDrafter(configuration, access)))
         lease_seconds = configuration.cluster.lease_seconds
         draft_clients = [GrpcDrafter(drafter.resolve, access, lease_seconds) for drafter in self._drafters]

@@ -127,7 +127,7 @@ def bind(
     values = settled.model_dump(mode="json")
     common = (_version(settled), worker_host, access)
     others = [_bind_targets(settled, placement, values, common)]
-    if not settled.draft.is_colocated:
+    if settled.draft.uses_drafters:
         others.append(_bind_drafters(settled, placement, values, common))
     return serve.deployment(
         name="Ingress",

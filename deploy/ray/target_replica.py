@@ -58,7 +58,7 @@ class TargetReplica:
                 find_on_nodes(named, configuration)
         context = serve.get_replica_context()
         self._drain_seconds = configuration.server.drain_timeout_seconds
-        self._has_drafters = configuration.draft.is_enabled and not configuration.draft.is_colocated
+        self._has_drafters = configuration.draft.uses_drafters
         self._host = worker_host or node_address()
         target = configuration.target
         kinds = rank_kinds(target.tensor_parallel)

@@ -111,6 +111,11 @@ class DraftSection(PluginHost):
         return self.is_enabled and self.placement == "target"
 
     @property
+    def uses_drafters(self) -> bool:
+        """Whether drafts come from drafters in processes of their own. `auto` must be settled before."""
+        return self.is_enabled and not self.is_colocated
+
+    @property
     def learns_from(self) -> LearnsFrom:
         """Whose texts the draft is trained on."""
         return self.learn_from if self.learn == "on" else "none"

@@ -70,6 +70,21 @@ def test_targets_find_the_drafters_of_another_number_of_targets() -> None:
     assert one == version(target={"threads": 2}, draft={"threads": 3}, nodes=nodes)
 
 
+@pytest.mark.parametrize(
+    ("draft", "deployments"),
+    [
+        ({"draft.method": "none"}, ["Target"]),
+        ({"draft.method": "ngram", "draft.placement": "target"}, ["Target"]),
+        ({"draft.method": "ngram", "draft.placement": "drafter"}, ["Target", "Draft"]),
+    ],
+    ids=str,
+)
+def test_drafters_are_deployed_only_where_drafts_come_from_them(draft: dict[str, Any], deployments: list[str]) -> None:
+    arguments = ApplicationArguments.model_validate({"config": "cpu", "draft.methods": [], **draft})
+    others = build_app(arguments)._bound_deployment.init_args[3:]
+    assert [other._bound_deployment.name for other in others] == deployments
+
+
 def test_a_wrong_argument_is_refused_with_the_nearest_key() -> None:
     with pytest.raises(ConfigurationError, match=r"the nearest valid one is server\.http_port"):
         built(server__http_prot=1)

@@ -143,12 +143,12 @@ def test_a_bundle_without_gpus_claims_none_of_ray() -> None:
     assert Bundle(1.0, 1).claims() == {"CPU": 1.0, "GPU": 1.0}
 
 
-def test_a_drafter_on_the_target_claims_nothing_and_plain_decoding_has_no_place() -> None:
+def test_neither_a_drafter_on_the_target_nor_plain_decoding_has_a_process() -> None:
     on_target = load_configuration({}, {"draft.method": "suffix", "draft.placement": "target"})
     plain = load_configuration({}, {"draft.method": "none", "draft.placement": "target"})
     disabled = on_target.model_copy(update={"draft": on_target.draft.disabled()})
     assert (plan(on_target, [LAPTOP]).draft.bundles, plan(on_target, [LAPTOP]).draft.replicas) == ((), 0)
-    assert plan(plain, [LAPTOP]).draft.replicas == 1
+    assert (plan(plain, [LAPTOP]).draft.bundles, plan(plain, [LAPTOP]).draft.replicas) == ((), 0)
     assert plan(disabled, [LAPTOP]) == plan(plain, [LAPTOP])
 
 
