@@ -18,8 +18,9 @@ CASES = [
     (80, Values.E4M3, 128, "", 1),
     (100, Values.E2M1, 32, "", 1),
     (90, Values.E2M1, 32, "", 2048),
+    *((capability, Values.INTEGERS4, 32, "k-quant", rows) for capability in (80, 90) for rows in (1, 2048)),
 ]
-"""Generation, values, inputs of a group, what a group has beside its scale, and rows."""
+"""Generation, values, inputs of a group, what a group has beside its scale (`k-quant`: minima, in bytes), and rows."""
 
 
 @pytest.mark.parametrize(("capability", "values", "group", "offset", "rows"), CASES)
@@ -29,12 +30,16 @@ def test_packed_weights_are_multiplied_on_tensor_cores_without_spills(
     from workers.forward.triton.group_product import multiply_groups
 
     shape = launch_shape(rows)
-    arguments = {"x": "*bf16", "words": "*i32", "scales": "*fp16", "offsets": "*fp16", "bias": "*bf16"}
+    arguments = {"x": "*bf16", "words": "*i32", "scales": "*fp16", "offsets": "*fp16", "units": "*fp16"}
+    if offset == "k-quant":
+        arguments |= {"scales": "*i8", "offsets": "*i8"}
+    arguments |= {"bias": "*bf16"}
     arguments |= {"output": "*bf16", "partial": "*fp32", "counters": "*i32"}
     sizes = ("rows", "outputs", "inputs", "steps", "splits", "group_steps")
     constants = {
-        "GROUP": group, "CHUNK": 32, "VALUES": int(values), "HAS_OFFSET": bool(offset),
-        "HAS_MINIMUM": offset == "minimum", "HAS_ZERO": values is Values.INTEGERS4, "HAS_BIAS": False,
+        "SUPER": 8 if offset == "k-quant" else 0, "GROUP": group, "CHUNK": 32, "VALUES": int(values),
+        "HAS_OFFSET": bool(offset),
+        "HAS_MINIMUM": offset in ("minimum", "k-quant"), "HAS_ZERO": values is Values.INTEGERS4, "HAS_BIAS": False,
         "HAS_TAIL": False, "IS_SPLIT": shape.splits_apart, "ROWS": shape.rows, "TILE": shape.outputs, "BLOCK": BLOCK,
         "EXACT": False,
     }  # fmt: skip

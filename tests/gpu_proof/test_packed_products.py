@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from tests.gpu_proof.device import DEVICE, needs_kernels
+from tests.support.models.stored_gguf import random_k_quant
 from workers.forward.gpu_product import check_product, gpu_product
 from workers.forward.weights.base import NoGpuProduct, Offset
+from workers.forward.weights.block_quants import BlockQuantStorage
 from workers.forward.weights.floats import e4m3_storage, mxfp4_storage
+from workers.forward.weights.gguf import gguf_storage
 from workers.forward.weights.groups import GroupStorage, pairs
 from workers.forward.weights.int8 import Int8Storage
 from workers.forward.weights.words import BLOCK, launch_shape, pack_words, splits_of
@@ -60,7 +63,7 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
 
 
-def check(storage: GroupStorage | Int8Storage, dtype: torch.dtype) -> None:
+def check(storage: GroupStorage | Int8Storage | BlockQuantStorage, dtype: torch.dtype) -> None:
     bias = numbers(storage.outputs, dtype=dtype)
     product = gpu_product(storage, bias, dtype)
     x = numbers(3, 7, storage.inputs, dtype=dtype)
@@ -85,6 +88,19 @@ def test_floats_of_eight_and_four_bits(dtype: torch.dtype) -> None:
     bits = torch.randint(0, 256, (66, 4, 16), generator=draw, dtype=torch.uint8)
     exponents = torch.randint(118, 128, (66, 4), generator=draw, dtype=torch.uint8)
     check(mxfp4_storage(bits, exponents).to(DEVICE), dtype)
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants_have_the_bits_of_float32_scales(name: str) -> None:
+    storage = gguf_storage(name, torch.from_numpy(random_k_quant(name, numbers(70, 512, dtype=FLOAT).cpu() * 0.02)))
+    assert isinstance(storage, BlockQuantStorage)
+    for own in (storage, storage.take_inputs(slice(0, 384))):
+        own = own.to(DEVICE)
+        check(own, BRAIN)
+        x = numbers(5, own.inputs, dtype=BRAIN)
+        product, wide = gpu_product(own, None, BRAIN), gpu_product(own.grouped(), None, BRAIN)
+        assert product.matrix.scale.dtype is torch.int8
+        assert torch.equal(product.multiply(x), wide.multiply(x))
 
 
 def test_int8_with_one_scale_for_each_output() -> None:

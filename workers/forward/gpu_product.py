@@ -34,9 +34,10 @@ class GpuProduct:
         flat = x.reshape(-1, x.shape[-1])
         flat = flat.contiguous() if self.matrix.order is None else flat.index_select(1, self.matrix.order)
         own, bias = self.matrix, self.bias
-        parts = [own.words, own.scale, own.counters, *(one for one in (own.offset, bias) if one is not None)]
+        others = (one for one in (own.offset, own.units, bias) if one is not None)
+        parts = [own.words, own.scale, own.counters, *others]
         shape = (own.outputs, own.inputs, own.chunk, own.step_group, own.group_steps, own.splits)
-        kind = (int(own.values), int(own.has_minimum), int(own.has_zero), int(own.offset is not None))
+        kind = (int(own.values), int(own.has_minimum), int(own.has_zero), int(own.offset is not None), own.super_groups)
         product: torch.Tensor = torch.ops.pilotfish.group_product(flat, parts, [*shape, *kind], own.zero)
         return product.view(*x.shape[:-1], own.outputs)
 
@@ -72,6 +73,7 @@ def check_product(product: GpuProduct, reference: torch.Tensor, dtype: torch.dty
     key = (
         *(matrix.words.device, dtype, matrix.values, matrix.outputs, matrix.inputs, matrix.chunk, matrix.step_group),
         *(matrix.scale.dtype, matrix.offset is None, matrix.has_minimum, matrix.has_zero, product.bias is None),
+        matrix.super_groups,
     )
     if key in _tried:
         return
@@ -93,7 +95,9 @@ def check_product(product: GpuProduct, reference: torch.Tensor, dtype: torch.dty
 def _multiply(x: torch.Tensor, parts: list[torch.Tensor], numbers: list[int], zero: float) -> torch.Tensor:
     from workers.forward.triton.group_product import multiply
 
-    outputs, inputs, chunk, step_group, group_steps, splits, values, has_minimum, has_zero, has_offset = numbers
+    outputs, inputs, chunk, step_group, group_steps, splits, values, has_minimum, has_zero, has_offset, super_groups = (
+        numbers
+    )
     words, scale, counters, *others = parts
     matrix = Words(
         words=words,
@@ -111,6 +115,8 @@ def _multiply(x: torch.Tensor, parts: list[torch.Tensor], numbers: list[int], ze
         has_zero=bool(has_zero),
         zero=zero,
         order=None,  # of the rows, which are in the matrix's order by now
+        units=others.pop(0) if super_groups else None,
+        super_groups=super_groups,
     )
     return multiply(x, matrix, others[0] if others else None)
 

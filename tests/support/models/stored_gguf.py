@@ -87,7 +87,7 @@ def write(
         wanted = next((own for word, own in kinds.items() if word in name), default)
         quantization = gguf.GGMLQuantizationType[wanted]
         if wanted in K_QUANTS:
-            stored = _drawn(wanted, weight, draw)
+            stored = random_k_quant(wanted, weight, draw)
         else:
             stored = gguf.quantize(_rotated(weight, name, architecture, config).numpy(), quantization)
         read = torch.from_numpy(np.array(gguf.dequantize(stored, quantization)))
@@ -100,8 +100,9 @@ def write(
     return plain
 
 
-def _drawn(name: str, weight: torch.Tensor, draw: np.random.Generator) -> np.ndarray:
+def random_k_quant(name: str, weight: torch.Tensor, draw: np.random.Generator | None = None) -> np.ndarray:
     """Random bytes of a matrix in a k-quant with the shape of `weight`, and about its deviation."""
+    draw = draw or np.random.default_rng(0)
     outputs, inputs = weight.shape
     scale_at, minimum_at, mean = K_QUANTS[name]
     kind = gguf.GGMLQuantizationType[name]

@@ -42,9 +42,11 @@ def multiply(
     grid = (triton.cdiv(matrix.outputs, shape.outputs), tiles, matrix.splits if apart else 1)
     multiply_groups[grid](
         x, matrix.words, matrix.scale, matrix.scale if matrix.offset is None else matrix.offset,
+        matrix.scale if matrix.units is None else matrix.units,
         output if bias is None else bias, output, partial, matrix.counters,
         rows, matrix.outputs, matrix.inputs, matrix.steps, matrix.splits, matrix.group_steps, matrix.zero,
-        GROUP=matrix.step_group, CHUNK=matrix.chunk, VALUES=int(matrix.values), HAS_OFFSET=matrix.offset is not None,
+        SUPER=matrix.super_groups, GROUP=matrix.step_group, CHUNK=matrix.chunk, VALUES=int(matrix.values),
+        HAS_OFFSET=matrix.offset is not None,
         HAS_MINIMUM=matrix.has_minimum, HAS_ZERO=matrix.has_zero, HAS_BIAS=bias is not None, HAS_TAIL=matrix.has_tail,
         IS_SPLIT=apart, ROWS=shape.rows, TILE=shape.outputs, BLOCK=BLOCK,
         EXACT=x.dtype == torch.float32 or not x.is_cuda,  # the interpreter computes nothing in bfloat16
@@ -55,9 +57,9 @@ def multiply(
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def multiply_groups(
-    x, words, scales, offsets, bias, output, partial, counters,
+    x, words, scales, offsets, units, bias, output, partial, counters,
     rows, outputs, inputs, steps, splits, group_steps, zero,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    SUPER: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr, HAS_OFFSET: tl.constexpr,
     HAS_MINIMUM: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TAIL: tl.constexpr,
     IS_SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -75,9 +77,9 @@ def multiply_groups(
     for turn in range(1 if IS_SPLIT else splits):
         split = tl.program_id(2) if IS_SPLIT else turn
         total += sum_of_split(
-            own, places, scales + column, offsets + column, is_row, is_column, lane,
+            own, places, scales + column, offsets + column, units + column, is_row, is_column, lane,
             split * per_split, tl.minimum((split + 1) * per_split, steps), outputs, inputs, group_steps, zero,
-            output.dtype.element_ty, GROUP, CHUNK, VALUES, HAS_OFFSET, HAS_MINIMUM, HAS_ZERO, HAS_TAIL,
+            output.dtype.element_ty, SUPER, GROUP, CHUNK, VALUES, HAS_OFFSET, HAS_MINIMUM, HAS_ZERO, HAS_TAIL,
             ROWS, TILE, BLOCK, EXACT,
         )  # fmt: skip
     place = row.to(tl.int64)[:, None] * outputs + column[None, :]
@@ -100,8 +102,9 @@ def multiply_groups(
 
 @triton.jit
 def sum_of_split(
-    own, places, scales, offsets, is_row, is_column, lane, first_step, end_step, outputs, inputs, group_steps, zero,
-    kind: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr, HAS_OFFSET: tl.constexpr,
+    own, places, scales, offsets, units, is_row, is_column, lane,
+    first_step, end_step, outputs, inputs, group_steps, zero, kind: tl.constexpr,
+    SUPER: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr, HAS_OFFSET: tl.constexpr,
     HAS_MINIMUM: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_TAIL: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -132,16 +135,28 @@ def sum_of_split(
                 group = step // group_steps * (each * CHUNK // GROUP) + chunk * CHUNK // GROUP
                 if HAS_TAIL:
                     group = tl.minimum(group, (inputs - 1) // GROUP)  # a group of padding
-                scale = tl.load(scales + group * outputs, mask=is_column, other=0.0).to(tl.float32)
+                unit = units
+                if SUPER > 0:
+                    unit = units + group // SUPER * (2 if HAS_OFFSET else 1) * outputs
+                scale = number_of(scales + group * outputs, unit, is_column, SUPER)
                 found = tl.fma(products, scale[None, :], found)
                 if HAS_MINIMUM or HAS_ZERO:
                     shift = scale * zero
                     if HAS_OFFSET:
-                        offset = tl.load(offsets + group * outputs, mask=is_column, other=0.0).to(tl.float32)
+                        offset = number_of(offsets + group * outputs, unit + outputs, is_column, SUPER)
                         shift = tl.fma(scale, zero, offset) if HAS_MINIMUM else scale * (zero - offset)
                     found = tl.fma(tl.max(sums, axis=1)[:, None], shift[None, :], found)  # all of a row are equal
                     sums = tl.zeros((ROWS, 2 * ROWS), tl.float32)
                 products = tl.zeros((ROWS, TILE), tl.float32)
+    return found
+
+
+@triton.jit
+def number_of(numbers, unit, is_column, SUPER: tl.constexpr):
+    """Scales, zeros or minima of a group, float32 `[TILE]`: with super-blocks, integers times their unit."""
+    found = tl.load(numbers, mask=is_column, other=0).to(tl.float32)
+    if SUPER > 0:
+        found *= tl.load(unit, mask=is_column, other=0.0).to(tl.float32)
     return found
 
 

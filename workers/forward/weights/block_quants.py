@@ -124,6 +124,12 @@ class BlockQuantStorage:
         return sum(one.nbytes for one in self._tensors().values())
 
     @property
+    def gpu_nbytes(self) -> int:
+        """Bytes of the numbers on a GPU: those of `words`, without padding."""
+        units = (one for one in (self.scale_unit, self.minimum_unit) if one is not None)
+        return self._integers().nbytes + sum(one.nbytes for one in units)
+
+    @property
     def device(self) -> torch.device:
         return self.scale.device
 
@@ -166,20 +172,31 @@ class BlockQuantStorage:
         return GroupKernel(self, bias)
 
     def words(self) -> Words:
-        """As for `grouped`: on a GPU, scales are float32 numbers, and values have 4 or 8 bits."""
-        return self.grouped().words()
+        """The matrix as the product on GPUs reads it: values have 4 or 8 bits there, and scales those of `scale`."""
+        found = self._integers().words()
+        if self.scale_unit is None:
+            return found
+        minima = () if self.minimum_unit is None else (-self.minimum_unit,)
+        units = torch.stack([one.t() for one in (self.scale_unit, *minima)], dim=1)
+        return replace(found, units=units, super_groups=self.super_block // self.quant.group)
 
     def grouped(self) -> GroupStorage:
         """The same weights in groups of 4 or 8 bits whose scales and minima are floats."""
-        own, held = self.quant, self._held()
-        held = held - own.less if own.less else held
-        scales, minima = self.scale, self.minimum
-        if own.scale_kind is Kind.SUPER_NIBBLES:
-            scales, minima = self.scale & 15, self.scale >> 4
+        own = self._integers()
+        scales, minima = own.scale, own.offsets
         if self.scale_unit is not None:
             scales = _times(self.scale_unit, scales.float())
         if self.minimum_unit is not None and minima is not None:
             minima = _times(self.minimum_unit, -minima.float())
+        return replace(own, scale=scales, offsets=minima)
+
+    def _integers(self) -> GroupStorage:
+        """The same groups without the units: their scales and minima are int8, or float16 if there are no units."""
+        own, held = self.quant, self._held()
+        held = held - own.less if own.less else held
+        scales, minima = self.scale, self.minimum
+        if own.scale_kind is Kind.SUPER_NIBBLES:
+            scales, minima = (part.view(torch.int8) for part in (self.scale & 15, self.scale >> 4))
         return GroupStorage(held, scales, own.bits, own.offset, minima, own.zero)
 
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:

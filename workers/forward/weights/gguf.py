@@ -12,8 +12,18 @@ from typing import Any
 import torch
 
 from workers.forward.weights.base import Offset, Storage
-from workers.forward.weights.block_quants import Q2_K, Q3_K, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, block_quant
-from workers.forward.weights.groups import Grouped, GroupStorage, pairs
+from workers.forward.weights.block_quants import (
+    Q2_K,
+    Q3_K,
+    Q4_K,
+    Q5_0,
+    Q5_1,
+    Q5_K,
+    Q6_K,
+    BlockQuantStorage,
+    block_quant,
+)
+from workers.forward.weights.groups import GroupStorage, pairs
 from workers.forward.weights.plain import PlainStorage
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -71,12 +81,8 @@ def stored_nbytes(name: str, raw_bytes: int, dtype: torch.dtype | None = None, *
     """
     size = _PLAIN[name].itemsize if name in _PLAIN else _READERS[name][0] if name in _READERS else 1
     block = gguf_storage(name, torch.zeros(1, size, dtype=torch.uint8), dtype)
-    return raw_bytes // size * (on_a_gpu(block) if on_gpu else block).nbytes
-
-
-def on_a_gpu(storage: Storage) -> Storage:
-    """The storage whose numbers a GPU has of a matrix: k-quants have 4 or 8 bits and float32 scales there."""
-    return storage.grouped() if isinstance(storage, Grouped) else storage
+    held = block.gpu_nbytes if on_gpu and isinstance(block, BlockQuantStorage) else block.nbytes
+    return raw_bytes // size * held
 
 
 def _split(values: torch.Tensor, *sizes: int) -> torch.Tensor:

@@ -67,6 +67,10 @@ class Words:
     """What is added to each value as it is widened: the negated zero of all groups, less what widening adds."""
     order: torch.Tensor | None
     """int64 `[inputs]`: the input to which each column belongs; `None` if they are in order."""
+    units: torch.Tensor | None = None
+    """float16 `[super-blocks, 1 or 2, outputs]`: what integers in `scale` and in `offset` are multiplied with."""
+    super_groups: int = 0
+    """Groups that share a unit; 0 without units."""
 
     @property
     def steps(self) -> int:
@@ -81,7 +85,7 @@ class Words:
     @property
     def nbytes(self) -> int:
         """Bytes of the numbers."""
-        return self.words.nbytes + self.scale.nbytes + (0 if self.offset is None else self.offset.nbytes)
+        return self.words.nbytes + sum(one.nbytes for one in (self.scale, self.offset, self.units) if one is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from cluster.core.errors import ModelLoadError
 from workers.forward.weights.base import CutRefused, Storage
-from workers.forward.weights.gguf import gguf_storage, joined_storage, on_a_gpu, stored_nbytes
+from workers.forward.weights.gguf import gguf_storage, joined_storage, stored_nbytes
 from workers.model.gguf_header import read_gguf
 from workers.model.stored.parts import Region, joined_sizes
 
@@ -147,12 +147,10 @@ class GgufFile:
 
         Raises `ModelLoadError`.
         """
-
-        def sample(name: str) -> Storage:
-            found = self._zeros(self._tensors[name])
-            return on_a_gpu(found) if on_gpu else found
-
-        return joined_sizes({name: self._nbytes(tensor, on_gpu) for name, tensor in self._tensors.items()}, sample)
+        sizes = {name: self._nbytes(tensor, on_gpu) for name, tensor in self._tensors.items()}
+        if on_gpu:  # no matrices of different types are joined
+            return sizes
+        return joined_sizes(sizes, lambda name: self._zeros(self._tensors[name]))
 
     def _nbytes(self, tensor: Any, on_gpu: bool) -> int:
         if len(tensor.shape) < 2:

@@ -18,7 +18,7 @@ from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import PackedProduct, float_layout, kernel_layout
 from workers.forward.weights.base import CutRefused, KernelLayout, Kind, Planes, grows_if_joined, joined_runs
 from workers.forward.weights.block_quants import BlockQuantStorage
-from workers.forward.weights.gguf import gguf_storage, on_a_gpu
+from workers.forward.weights.gguf import gguf_storage
 from workers.forward.weights.groups import GroupStorage
 
 CPU_CODE = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -197,11 +197,14 @@ def test_matrices_of_different_types_stay_apart_at_their_own_bits() -> None:
     assert torch.equal(value.joined([query, eights]).dequantized(), torch.cat(parts))
 
 
-@pytest.mark.parametrize(("name", "bits_on_a_gpu"), [("Q2_K", 8), ("Q3_K", 6), ("Q4_K", 6), ("Q5_K", 10), ("Q6_K", 10)])
-def test_a_gpu_has_4_or_8_bits_and_float32_scales(name: str, bits_on_a_gpu: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "bits_on_a_gpu"), [("Q2_K", 5.125), ("Q3_K", 4.5625), ("Q4_K", 4.625), ("Q5_K", 8.625), ("Q6_K", 8.5625)]
+)
+def test_a_gpu_has_4_or_8_bits_and_the_scales_of_the_file(name: str, bits_on_a_gpu: float) -> None:
     raw = drawn(name, 64, 2)
     storage = gguf_storage(name, torch.from_numpy(raw))
-    assert storage.words().nbytes == on_a_gpu(storage).nbytes == bits_on_a_gpu * 64 * 512 // 8
+    assert isinstance(storage, BlockQuantStorage)
+    assert storage.words().nbytes == storage.gpu_nbytes == bits_on_a_gpu * 64 * 512 // 8
 
 
 def test_without_kernels_torch_multiplies_widened_slices() -> None:

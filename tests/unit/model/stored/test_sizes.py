@@ -24,7 +24,6 @@ from tests.support.slow import slow_but
 from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES, FEW, write
 from workers.forward.native.decoder import NativeDecoder
 from workers.forward.weights.base import grows_if_joined
-from workers.forward.weights.gguf import on_a_gpu
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
@@ -139,9 +138,7 @@ def test_a_gpu_takes_more_for_k_quants(tmp_path: Path) -> None:
         *(tmp_path / "model.gguf", torch.bfloat16, Share(0, 1)),
     )
     matrices = {id(one.storage): one.storage for one in module.modules() if isinstance(one, StoredLinear)}
-    held = sum(on_a_gpu(storage).nbytes for storage in matrices.values()) + sum(
-        one.nbytes for one in module.parameters()
-    )
+    held = sum(storage.gpu_nbytes for storage in matrices.values()) + sum(one.nbytes for one in module.parameters())
     assert stored_bytes(directory, "bfloat16", on_gpu=True) == held > (stored_bytes(directory, "bfloat16") or 0)
 
 
