@@ -20,8 +20,8 @@ class AllowedTokens:
         self.is_complete = is_complete
         """Whether the answer matches the grammar and nothing can follow, so that only tokens that end it are
         allowed."""
-        self.by_grammar = by_grammar
-        """What the grammar alone allows; `None` without a grammar."""
+        self._by_grammar = by_grammar
+        self._is_of_grammar = False
         self._size = len(mask)
         self._mask: torch.Tensor | None = mask
         self._bits: TokenBits | None = None
@@ -33,11 +33,18 @@ class AllowedTokens:
         Tokens without a bit are not allowed, and bits without a token are left out.
         """
         found = cls.__new__(cls)
-        found.is_complete, found.by_grammar, found._size, found._mask = is_complete, found, size, None
+        found.is_complete, found._by_grammar, found._is_of_grammar = is_complete, None, True
+        found._size, found._mask = size, None
         whole = np.zeros(-(-size // 8), dtype=np.uint8)
         whole[: len(bits)] = bits[: len(whole)]
         found._bits = first_bits(whole, size)
         return found
+
+    @property
+    def by_grammar(self) -> AllowedTokens | None:
+        """What the grammar alone allows; `None` without a grammar."""
+        # No reference to itself: each would be kept, with its bits and flags, until the garbage collector runs.
+        return self if self._is_of_grammar else self._by_grammar
 
     @property
     def mask(self) -> torch.Tensor:

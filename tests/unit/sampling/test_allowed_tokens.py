@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -46,3 +49,19 @@ def test_the_bits_of_a_part_are_those_of_its_tokens(offset: int, size: int) -> N
     bits = AllowedTokens(flags).bits_of(offset, size)
     expected = flags[offset : offset + size].tolist() + [0] * (-size % 8)
     assert np.unpackbits(bits, bitorder="little").tolist() == expected
+
+
+def test_what_a_grammar_allowed_is_freed_without_the_garbage_collector() -> None:
+    """A step makes one for each node. With large vocabularies, the bits and flags of each take 150 kB."""
+    gc.disable()
+    try:
+        allowed = AllowedTokens.of_grammar(np.full(40, 255, dtype=np.uint8), 320, is_complete=False)
+        assert allowed.mask.all() and allowed.by_grammar is allowed
+        rest = AllowedTokens(some_flags(320), by_grammar=allowed.by_grammar)
+        known = weakref.ref(allowed)
+        del allowed
+        assert rest.by_grammar is known() is not None
+        del rest
+        assert known() is None
+    finally:
+        gc.enable()
