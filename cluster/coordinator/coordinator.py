@@ -23,6 +23,7 @@ from cluster.coordinator.quarantine import Quarantine
 from cluster.coordinator.requests.request_table import RequestTable
 from cluster.coordinator.verify import Verifier
 from cluster.coordinator.wakeup import LoopProgress, Wakeup
+from cluster.core.config.model_section import GPU_FRACTION
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import NotReady
 from cluster.core.ids import RequestId
@@ -194,7 +195,7 @@ class Coordinator:
             "block_size": kv.block_size,
             "cache_dtype": info.dtype if kv.dtype == "auto" else kv.dtype,
             "enable_prefix_caching": kv.prefix_cache,
-            "gpu_memory_utilization": kv.memory_fraction,
+            "gpu_memory_utilization": kv.memory_fraction or GPU_FRACTION,  # vLLM's default, where it is unset
             "num_gpu_blocks": info.kv.blocks_total,
             "sliding_window": kv.window,
         }

@@ -91,7 +91,7 @@ class VerifyRow:
     @property
     def width(self) -> int:
         """Tokens this row adds to the forward pass."""
-        return len(self.pending) + len(self.tree)
+        return len(self.pending) + len(self.tree.tokens)
 
 
 @dataclass(frozen=True, slots=True)

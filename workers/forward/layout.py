@@ -47,7 +47,7 @@ class RowShape:
     @property
     def width(self) -> int:
         """Number of tokens in this step, tree nodes included."""
-        return self.fresh + len(self.tree)
+        return self.fresh + len(self.tree.tokens)
 
     @property
     def base_len(self) -> int:

@@ -329,7 +329,7 @@ class ModelRunner:
             raise ValueError(f"a row after {row.uncommitted} uncommitted positions cannot be committed")
         if nodes and nodes[-1] >= len(nodes):  # nodes ascend along a path: these are not the first ones
             self._pool.move(row.table, row.table.stored_len + len(row.tokens), nodes)
-        tokens = (*row.tokens, *(row.tree.tokens[node] for node in nodes))
+        tokens = (*row.tokens, *[row.tree.tokens[node] for node in nodes]) if nodes else row.tokens
         if self._pool.states is None:
             self._pool.commit(row.table, tokens)
         else:

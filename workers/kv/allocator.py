@@ -56,6 +56,8 @@ class BlockAllocator:
     ) -> None:
         self.blocks_total = blocks_total
         self.layout = layout
+        self.block_size = layout.block_size
+        """Tokens per block."""
         self._groups: list[KvGroup] = [group for group in layout.groups for _ in range(group.tables)]
         """The group of each table."""
         self._windowed = [(table, group) for table, group in enumerate(self._groups) if group.window is not None]
@@ -64,11 +66,6 @@ class BlockAllocator:
         self._index = PrefixIndex() if prefix_cache else None
         self._on_evict = on_evict
         self._has_state = has_state
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self.layout.block_size
 
     @property
     def blocks_free(self) -> int:

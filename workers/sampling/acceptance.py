@@ -78,7 +78,7 @@ class DecidedTree:
     """What the drafter drew the nodes' tokens from: one distribution per node, or none if all are deterministic."""
 
     def __post_init__(self) -> None:
-        if len(self.decisions) != len(self.tree) + 1:
+        if len(self.decisions) != len(self.tree.tokens) + 1:
             raise ValueError(f"{len(self.decisions)} decisions for a tree of {len(self.tree)} nodes and its root")
 
     @property

@@ -192,7 +192,7 @@ class RowDecisions:
     """What the grammar and the bad texts allow at each decision; empty allows all tokens."""
 
     def __len__(self) -> int:
-        return 1 + len(self.tree)
+        return 1 + len(self.tree.tokens)
 
     def context(self, decision: int) -> DecisionContext:
         """The context of one decision: a node's holds the tokens of its own path, and none of its siblings'."""

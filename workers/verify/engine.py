@@ -278,27 +278,28 @@ class TargetEngine:
 
         `later` rows of the step are prepared after it.
         """
-        sent, row = row, self._with_room(row, later)
-        scored = scored_count(row, sequence.start)
+        sent = row
+        if self._pool.states is not None:
+            row = self._with_room(row, self._pool.states.free - later)
+        scored, nodes = scored_count(row, sequence.start), len(row.tree.tokens)
+        select = tuple(range(len(row.pending) - 1, row.width)) if row.decide else ()
         try:
-            select = range(len(row.pending) - 1, row.width) if row.decide else range(0)
             if sequence.source is None and sequence.start.source:
                 sequence.source = self._sources.acquire(sequence.start.source, sequence.start.cache_salt)
-            forward = ForwardRow(
-                sequence.table, row.pending, row.tree, select=(*range(scored), *select), source=sequence.source
-            )
-            self._pool.reserve(sequence.table, forward.end, len(row.tree))
+            self._pool.reserve(sequence.table, row.base_len + nodes, nodes)
         except KvPoolExhausted as error:
             stored = len(sequence.tokens)
             if stored == 0:
                 self.release([row.sequence_id])
             return fault_verdict(row, RowFaultCode.KV_EXHAUSTED, str(error), stored)
+        select = (*range(scored), *select) if scored else select
+        forward = ForwardRow(sequence.table, row.pending, row.tree, select, source=sequence.source)
         return ReadyRow(row, sequence, forward, scored, sent=sent)
 
-    def _with_room(self, row: VerifyRow, later: int) -> VerifyRow:
-        """The row with as much of its tree as recurrent states are free for, besides one for each `later` row."""
-        states = self._pool.states
-        if states is None or len(row.tree) <= (room := max(0, states.free - 1 - later)):
+    def _with_room(self, row: VerifyRow, states: int) -> VerifyRow:
+        """The row with as much of its tree as these recurrent states are enough for, besides that of its tokens."""
+        room = max(0, states - 1)
+        if len(row.tree) <= room:
             return row
         return replace(row, tree=row.tree.first(room), distributions=row.distributions[:room])
 
@@ -343,7 +344,7 @@ class TargetEngine:
         end = 0
         for entry in ready:
             first, end = end, end + len(entry.forward.select) - entry.scored
-            owns.append(range(first, min(end, first + 1 + len(entry.row.tree))))
+            owns.append(range(first, min(end, first + 1 + len(entry.row.tree.tokens))))
         deciding = [(entry, own) for entry, own in zip(ready, owns, strict=True) if entry.row.decide]
 
         def walk() -> list[Accepted]:
@@ -381,7 +382,7 @@ class TargetEngine:
             row.sequence_id,
             row.base_len,
             accepted.tokens,
-            drafted=len(row.tree),
+            drafted=len(row.tree.tokens),
             logprobs=walked.logprobs,
             evidence=evidence,
             forced=forced,
@@ -444,6 +445,8 @@ class TargetEngine:
 
         A step in which nothing is decided does not wait for a GPU, so its time there is not the cost.
         """
+        if self._pool.tiers is None:
+            return
         prompt_tokens = sum(len(row.pending) for row in rows if len(row.pending) > 1)
         awaited = self._model.device.type == "cpu" or any(row.decide for row in rows)
         self._pool.record_compute(sum(row.width for row in rows), prompt_tokens, seconds, awaited=awaited)

@@ -73,8 +73,9 @@ class ReadyRow:
         Those at nodes that `row` has no more are not used, and may choose any token.
         """
         start, text = self.sequence.start, Branch(self.sequence.tokens, self.row.pending)
-        unused = len(self.forward.tree) - len(self.row.tree)
-        allowed = (*self.allowed, *[None] * unused) if unused and self.allowed else self.allowed
+        allowed = self.allowed
+        if allowed:
+            allowed = (*allowed, *[None] * (len(self.forward.tree) - len(self.row.tree)))
         return RowDecisions(start.sampling, text, start.prompt_len, self.forward.tree, allowed)
 
     def contexts(self) -> tuple[DecisionContext, ...]:

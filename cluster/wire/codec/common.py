@@ -229,7 +229,7 @@ def to_tree(tokens: tuple[int, ...], parents: tuple[int, ...], field: str) -> To
         tree = TokenTree(tokens, parents)
     except InvalidRequest as error:
         raise InvalidRequest(f"{field}.{error.field.removeprefix('tree.')}", error.value, error.bound) from None
-    if tree.depth() > bounds.MAX_TREE_DEPTH:
+    if len(tokens) > bounds.MAX_TREE_DEPTH and tree.depth() > bounds.MAX_TREE_DEPTH:
         raise InvalidRequest(f"{field}.parents", f"depth {tree.depth()}", f"at most {bounds.MAX_TREE_DEPTH} deep")
     return tree
 

@@ -6,6 +6,7 @@ import pytest
 
 from cluster.coordinator.coordinator import Coordinator
 from cluster.coordinator.metrics import Metrics
+from cluster.core.config.model_section import GPU_FRACTION
 from tests.support.fakes.fake_cluster import all_tokens, configure, request, value_of
 from tests.support.fakes.fake_drafters import PerfectDrafter
 from tests.support.fakes.fake_target import FakeTarget
@@ -98,3 +99,4 @@ def test_the_kv_cache_is_described(metrics: Metrics) -> None:
     assert sample.value == 1
     assert sample.labels["block_size"] == "16"
     assert int(sample.labels["num_gpu_blocks"]) > 0
+    assert float(sample.labels["gpu_memory_utilization"]) == GPU_FRACTION, "as vLLM says of its default"
