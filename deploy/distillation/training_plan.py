@@ -276,7 +276,7 @@ def _stored_bytes(size: TargetSize, target: Path, quantization: str) -> int | No
     if quantization == "int8":
         return size.whole - (size.parameters - size.ends // HALF)
     if quantization == "stored":
-        return stored_bytes(target, "bfloat16") or None
+        return stored_bytes(target, "bfloat16", on_gpu=True) or None
     return None
 
 

@@ -102,9 +102,11 @@ def _first(config: Any, *names: str) -> int:
 
 def _weight_bytes(section: ModelSection, parameters: int) -> int:
     """Bytes of that many weights. Those that stay as they are stored are all counted: a decoder has no others."""
-    stored = stored_bytes(Path(section.path), section.dtype) if section.quantization == "stored" else None
-    if stored is not None:
-        return stored
+    if section.quantization == "stored":
+        on_gpu = choose_device(section.device, 0).type != "cpu"
+        stored = stored_bytes(Path(section.path), section.dtype, on_gpu=on_gpu)
+        if stored is not None:
+            return stored
     return int(parameters * _QUANTIZED_BYTES.get(section.quantization, DTYPE_BYTES[section.dtype]))
 
 

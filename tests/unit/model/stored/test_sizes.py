@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.core.config.target_section import TargetSection
 from deploy import preflight
+from deploy.bench.measuring import costs
 from deploy.bench.measuring.costs import configuration_cost
+from deploy.distillation.training_plan import print_plan
 from deploy.placement import Resources, plan
 from tests.bench.machine import weight_bytes
 from tests.support.engines.kept_kernels import KEPT
@@ -22,6 +25,7 @@ from tests.support.engines.stored_model import check_kept, load
 from tests.support.models import quantized, stored_gguf, tiny
 from tests.support.slow import slow_but
 from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES, FEW, write
+from workers.distill.options import DistillOptions
 from workers.forward.native.decoder import NativeDecoder
 from workers.forward.weights.base import grows_if_joined
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
@@ -140,6 +144,22 @@ def test_a_gpu_takes_more_for_k_quants(tmp_path: Path) -> None:
     matrices = {id(one.storage): one.storage for one in module.modules() if isinstance(one, StoredLinear)}
     held = sum(storage.gpu_nbytes for storage in matrices.values()) + sum(one.nbytes for one in module.parameters())
     assert stored_bytes(directory, "bfloat16", on_gpu=True) == held > (stored_bytes(directory, "bfloat16") or 0)
+
+
+def test_costs_and_plans_for_gpus_count_what_k_quants_take_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, _ = k_quants(tmp_path)
+    on_cpu, on_gpu = (stored_bytes(directory, "bfloat16", on_gpu=where) for where in (False, True))
+    assert on_cpu != on_gpu
+    values = {"target.path": str(directory), "target.quantization": "stored", "target.dtype": "bfloat16"}
+    configuration = load_configuration({}, values)
+    for device, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        monkeypatch.setattr(costs, "choose_device", lambda *_, own=device: torch.device(own))
+        assert configuration_cost(configuration).target_bytes == expected
+    options = DistillOptions(kind="eagle3", plan=True, json=True)
+    print_plan(options, directory, 1, "stored")
+    assert json.loads(capsys.readouterr().out)["target"]["stored"] == on_gpu
 
 
 def test_plain_weights_are_not_stored_ones(plain: Path) -> None:
