@@ -118,6 +118,11 @@ def notes(configuration: Configuration, placement: Placement) -> list[str]:
         from workers.forward.graph_sizes import describe_graphs
 
         found.append(describe_graphs())
+    device = placement.target.device if placement.drafts_on_target else placement.draft.device
+    if draft.is_enabled and device == "cuda" and configuration.target.compile != "off":
+        from workers.draft.registry import describe_graphs as describe_drafting_graphs
+
+        found += describe_drafting_graphs(draft)
     if draft.weights is None or not placement.drafts_on_target:
         return found
     on_gpu = placement.draft.device == "cuda"

@@ -43,3 +43,18 @@ def test_windows_are_attended_to_without_spills(group: int, dim: int, value_dim:
     assert found.spilled_bytes == 0, found
     assert found.shared_bytes <= 160 * 1024
     assert found.fused > 0, "products are exact: float32 is multiplied beside the tensor cores"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (2, 34)])
+def test_keys_and_values_of_all_layers_are_stored_without_spills(heads: int, dim: int, capability: int) -> None:
+    from workers.forward.triton import windows
+
+    pointers = {"keys": "*fp32", "values": "*fp32", "table": "*i64", "places": "*i32"}
+    strides = [f"{part}_{name}" for part in ("key", "value") for name in ("layer", "token", "head")]
+    constants: dict[str, Any] = {
+        "HEADS": heads, "DIM": dim, "VALUE_DIM": dim, "WIDTH": next_power_of_two(heads * dim), "MOST": 3.4e38,
+    }  # fmt: skip
+    numbers = dict.fromkeys(["first", *strides], "i32")
+    found = assembled(windows.store_windows, pointers | numbers, constants, capability, aligned=[*pointers])
+    assert found.spilled_bytes == 0, found

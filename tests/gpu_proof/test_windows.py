@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +12,14 @@ from torch import Tensor
 
 from tests.gpu_proof.device import DEVICE, needs_kernels
 from workers.forward import window_attention
+from workers.forward.graph_sizes import DraftingSize
 from workers.forward.native.window_layers import WindowPiece
 from workers.forward.window_attention import (
     LoopedWindows,
     TiledWindows,
+    WindowBuffers,
     WindowHeads,
+    WindowRows,
     WindowStep,
     plan_tiles,
     trial_difference,
@@ -128,3 +133,66 @@ def test_kernels_are_tried_once_for_the_same_heads(monkeypatch: pytest.MonkeyPat
     for heads in (first, again, other):
         assert window_attention.kernels_for(heads, torch.device("cuda")) is windows
     assert tried == [first, other]
+
+
+def buffers_for(heads: WindowHeads) -> WindowBuffers:
+    """Buffers for up to eight pieces of 64 tokens in all."""
+    from workers.forward.triton import windows
+
+    attention: Any = SimpleNamespace(kernels=windows, heads=heads, device=DEVICE)
+    return WindowBuffers(DraftingSize(8, 64), attention, (LAYERS, 1200, 3))
+
+
+def rows_of(pieces: Sequence[WindowPiece]) -> WindowRows:
+    tokens = sum(piece.count for piece in pieces)
+    return WindowRows(pieces, range(tokens), range(tokens), (tokens - 1,))
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@torch.inference_mode()
+def test_padding_changes_no_bit(heads: WindowHeads) -> None:
+    """The buffers of a graph hold more tokens, pieces and tiles than the pass. What padding computes with is not even
+    a number, and a smaller pass follows a larger one in the same buffers."""
+    buffers = buffers_for(heads)
+    for shapes in (PIECES, PIECES[1:3]):
+        mine, theirs = pieces_of(shapes, heads), pieces_of(shapes, heads)
+        tokens = sum(piece.count for piece in mine)
+        fresh = drawn(tokens, heads)
+        padded = [torch.cat([one, one.new_full((64 - tokens, *one.shape[1:]), float("nan"))]) for one in fresh]
+        assert buffers.fill(rows_of(mine))
+        found = buffers.step.attend(1, padded[0], padded[1], padded[2])
+        assert len(found) == 64
+        assert torch.equal(found[:tokens], tiled(theirs, heads).attend(1, *fresh))
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one.keys.nan_to_num(7.0), other.keys.nan_to_num(7.0))
+            assert torch.equal(one.values.nan_to_num(7.0), other.values.nan_to_num(7.0))
+        assert buffers.tokens.tolist() == [*range(tokens), *[0] * (64 - tokens)]
+        assert buffers.wanted[:2].tolist() == [tokens - 1, 0]
+        assert buffers.step.positions[:tokens].tolist() == list(range(tokens))
+
+
+@torch.inference_mode()
+def test_a_pass_whose_windows_are_too_long_fills_no_buffers() -> None:
+    buffers = buffers_for(SMALL)
+    before = buffers.tokens.clone()
+    assert not buffers.fill(rows_of(pieces_of([(1300, 60, "tree")], SMALL)))
+    assert torch.equal(buffers.tokens, before)
+    assert buffers.fill(rows_of(pieces_of([(1300, 2, "tree")], SMALL)))  # it is the sum that counts
+
+
+def test_keys_and_values_of_all_layers_are_stored_together() -> None:
+    pieces = pieces_of(PIECES, SMALL)
+    tokens = sum(piece.count for piece in pieces)
+    generator = torch.Generator().manual_seed(5)
+    joined = torch.randn((tokens, LAYERS, 2, SMALL.kv_heads, SMALL.width), generator=generator).to(DEVICE)
+    keys, values = (joined[:, :, part].transpose(0, 1) for part in range(2))  # [layers, tokens, KV heads, width]
+    from workers.forward.triton import windows
+
+    planned = plan_tiles(pieces, range(tokens), SMALL)
+    windows.write_layers(keys, values, planned.metadata(to_device_together(planned.arrays, DEVICE))[1])
+    first = 0
+    for piece in pieces:
+        part = slice(first, first + piece.count)
+        assert torch.equal(piece.keys[:, :, piece.slot : piece.end], keys[:, part].transpose(1, 2))
+        assert torch.equal(piece.values[:, :, piece.slot : piece.end], values[:, part].transpose(1, 2))
+        first += piece.count

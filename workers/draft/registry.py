@@ -153,6 +153,16 @@ def described(draft: DraftSection) -> tuple[DescribedMethod, ...]:
     )
 
 
+def describe_graphs(draft: DraftSection) -> list[str]:
+    """The CUDA graphs of the selected methods, in words: a pure function of their settings."""
+    return [
+        f"CUDA graphs of draft.method={name}, captured when it is loaded, before the target's KV pool is sized: "
+        f"{graphs}; larger passes are launched kernel by kernel"
+        for name, plugin in _selected(draft)
+        if (graphs := draft.settings(name, plugin.settings).graphs)
+    ]
+
+
 def check_standalone(draft: DraftSection) -> None:
     """Raise `ConfigurationError` if a selected method cannot draft for an engine that shows it tokens alone."""
     if draft.learn == "on":

@@ -1,20 +1,9 @@
-"""Forward passes of the sizes in a list, captured as CUDA graphs before the first request, and replayed.
-
-A decoding pass consists of hundreds of small kernels, and launching them one by one takes longer than running them.
-Nothing is captured while serving.
-The code does not depend on CUDA: the capture function is a parameter.
-"""
+"""A target's forward passes of the sizes in a list, captured as CUDA graphs (`workers.forward.captured_passes`)."""
 
 from __future__ import annotations
 
-import logging
-import time
-from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +11,7 @@ import torch
 from workers.forward.attention import StepPlan
 from workers.forward.backends.base import AttentionBackend, AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend
+from workers.forward.captured_passes import CapturedPasses, CudaGraphCapture, GraphCapture
 from workers.forward.graph_buffers import GraphBuffers
 from workers.forward.graph_sizes import (
     LONGEST,
@@ -37,36 +27,12 @@ from workers.forward.layout import RowShape
 from workers.forward.loaded_model import LoadedModel, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass
 from workers.forward.recurrence.plan import RecurrenceBuffers, RecurrenceColumns, RecurrencePlan, recurrence_columns
-from workers.ranks import AnotherRankFailed, least_of_all_ranks, try_together
 from workers.transfer import IntegerArray, StepArray, on_host, parts_of, split_together, words_together
-
-logger = logging.getLogger(__name__)
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepPlan, PartialPass, RecurrencePlan], PassOutput]
 """(tokens `[1, tokens]`, positions `[1, tokens]`, selected `[selected]`, plan, parts, what recurrent layers do) →
 output of the pass."""
-Replay = Callable[[], None]
-GraphCapture = Callable[[Callable[[], None]], Replay]
-"""Runs a function at least once, and returns a function that repeats it on the same tensors."""
-
-
-_Key = tuple[GraphSize, PartialPass]
-
-
-@dataclass(frozen=True, slots=True)
-class _CapturedGraph:
-    buffers: GraphBuffers | PackedBuffers
-    replay: Replay
-    output: PassOutput  # written by each replay
-
-
-class _Outcome(IntEnum):
-    """What a rank says of a capture. The ranks do what the least of them says."""
-
-    NONE_AT_ALL = 0
-    """Nothing can be captured any more."""
-    NOT_THIS_SIZE = 1
-    CAPTURED = 2
+_Buffers: TypeAlias = "GraphBuffers | PackedBuffers"
 
 
 class CudaGraphRunner:
@@ -82,18 +48,13 @@ class CudaGraphRunner:
         ranks: int = 1,
     ) -> None:
         """`warm_up` captures these sizes, given in ascending order. Several `ranks` agree on each capture."""
-        self._ranks = ranks
         self._compute = compute
-        self._capture = capture
         self._setting = setting
         self._attention = attention
         self._sizes = tuple(sizes)
-        self._captured: dict[_Key, _CapturedGraph] = {}
-        self._ready: dict[PartialPass, list[GraphSize]] = {}
-        """The captured sizes of each part of the model, in ascending order."""
-        self._logits: torch.Tensor | None = None
-        self._hidden: torch.Tensor | None = None
-        self._given_up = False
+        self.passes: CapturedPasses[GraphSize, PartialPass, _Buffers] = CapturedPasses(
+            self._make_buffers, self._outputs, capture, ranks
+        )
 
     def run(
         self,
@@ -108,92 +69,52 @@ class CudaGraphRunner:
 
         `recurrence` is what the model's recurrent layers do, if it has some. `None`: the step fits no captured graph.
         """
-        size = smallest_graph(self._ready.get(partial, ()), rows, len(selected), self._setting.block_size)
+        size = smallest_graph(self.passes.sizes(partial), rows, len(selected), self._setting.block_size)
         if size is None:
             return None
-        captured = self._captured[size, partial]
-        captured.buffers.fill(rows, tokens, positions, selected)
+        captured = self.passes.captured[size, partial]
+        captured.inputs.fill(rows, tokens, positions, selected)
         if recurrence is not None:
-            captured.buffers.recurrence.fill(recurrence)
+            captured.inputs.recurrence.fill(recurrence)
         captured.replay()
-        hidden = captured.output.hidden
-        return PassOutput(captured.output.logits, None if hidden is None else hidden[: len(tokens)])
+        logits, *hidden = captured.outputs
+        return PassOutput(logits, hidden[0][: len(tokens)] if hidden else None)
 
     def size(self, rows: Sequence[RowShape], selected: int) -> GraphSize | None:
         """The size in which these rows run with so many logits, once it is captured; `None` if they fit none."""
         return smallest_graph(self._sizes, rows, selected, self._setting.block_size)
 
     def warm_up(self, partials: Iterable[PartialPass] = ()) -> None:
-        """Capture all sizes, the largest first, whose memory the others use. Call this on all ranks.
+        """Capture all sizes. Call this on all ranks.
 
         Of `partials`, with which drafts are computed, the sizes without wide rows are captured.
         """
-        begun = time.perf_counter()
         keys = [(size, WHOLE) for size in self._sizes]
         keys += [(size, part) for part in partials for size in self._sizes if size.queries <= WORD]
-        keys.sort(key=lambda key: key[0].order(), reverse=True)
-        for size, partial in keys:
-            if self._given_up:
-                break
-            self.capture(size, partial)
-        seconds = time.perf_counter() - begun
-        logger.info("captured %d of %d passes as CUDA graphs in %.1f s", len(self._captured), len(keys), seconds)
+        self.passes.capture_all(keys)
 
-    @torch.inference_mode()
     def capture(self, size: GraphSize, partial: PartialPass = WHOLE) -> bool:
         """Capture a pass of this size over padding only. Returns whether it is captured, the same on all ranks."""
-        outputs = self._logits, self._hidden
-        found = self._attempt(size, partial)
-        own = found if isinstance(found, _Outcome) else _Outcome.CAPTURED
-        agreed = _Outcome(least_of_all_ranks(own, self._ranks))
-        if agreed is not own:
-            logger.warning("passes of %s are not captured as a CUDA graph, because another rank cannot", size)
-        if agreed is _Outcome.CAPTURED and isinstance(found, _CapturedGraph):
-            self._captured[size, partial] = found
-            insort(self._ready.setdefault(partial, []), size, key=GraphSize.order)
-            return True
-        self._logits, self._hidden = outputs  # a smaller size needs less
-        self._given_up = agreed is _Outcome.NONE_AT_ALL
-        return False
+        return self.passes.capture(size, partial)
 
-    def _attempt(self, size: GraphSize, partial: PartialPass) -> _CapturedGraph | _Outcome:
-        """Capture a pass on this rank. Logs why it cannot be captured."""
-        refused = "passes of %s cannot be captured and run without a CUDA graph: %r"
-        try:
-            buffers, output = try_together(lambda: self._make_buffers(size, partial), self._ranks)
-        except Exception as error:  # the compiler may raise anything
-            logger.warning(refused, size, error)
-            return _Outcome.NOT_THIS_SIZE
-
-        def write() -> None:
-            found = self._pass(buffers, partial)
-            output.logits.copy_(found.logits)
-            if output.hidden is not None and found.hidden is not None:
-                output.hidden.copy_(found.hidden)
-
-        try:
-            replay = try_together(lambda: self._capture(write), self._ranks)
-        except (torch.OutOfMemoryError, AnotherRankFailed) as error:  # whose rank says whether it can capture others
-            logger.warning(refused, size, error)
-            return _Outcome.NOT_THIS_SIZE
-        except RuntimeError as error:
-            logger.warning("no further passes are captured as CUDA graphs: %s", error)
-            return _Outcome.NONE_AT_ALL
-        return _CapturedGraph(buffers, replay, output)
-
-    def _make_buffers(self, size: GraphSize, partial: PartialPass) -> tuple[GraphBuffers | PackedBuffers, PassOutput]:
-        """The buffers of a pass of padding only, and those of its output, whose shapes a first pass shows."""
+    def _make_buffers(self, size: GraphSize) -> _Buffers:
+        """The buffers of a pass of padding only."""
         setting = self._setting
-        buffers: GraphBuffers | PackedBuffers
+        buffers: _Buffers
         if self._attention.capabilities.packs_steps:
             buffers = PackedBuffers(size, self._attention.backend, setting.device)
         else:
             buffers = GraphBuffers(size, setting.store.kv_groups, setting.scratch, setting.device)
         buffers.fill((), (), (), ())
         buffers.recurrence.fill(recurrence_columns(()))
-        return buffers, self._output_buffers(self._pass(buffers, partial))
+        return buffers
 
-    def _pass(self, buffers: GraphBuffers | PackedBuffers, partial: PartialPass) -> PassOutput:
+    def _outputs(self, buffers: _Buffers, partial: PartialPass) -> list[torch.Tensor]:
+        """The logits, and the hidden states if they are recorded."""
+        output = self._pass(buffers, partial)
+        return [output.logits] if output.hidden is None else [output.logits, output.hidden]
+
+    def _pass(self, buffers: _Buffers, partial: PartialPass) -> PassOutput:
         backend = self._attention.backend
         if isinstance(buffers, PackedBuffers):
             plan = StepPlan(backend, buffers.metadata())
@@ -201,63 +122,6 @@ class CudaGraphRunner:
             plan = StepPlan(backend, backend.plan_padded(buffers.step()))
         recurrence = buffers.recurrence.plan
         return self._compute(buffers.tokens, buffers.positions, buffers.selected, plan, partial, recurrence)
-
-    def _output_buffers(self, example: PassOutput) -> PassOutput:
-        """The buffers that all captured passes write to; each result is read before the next step."""
-        self._logits = _at_least(self._logits, example.logits)
-        if example.hidden is None:
-            return PassOutput(self._logits[: len(example.logits)])
-        self._hidden = _at_least(self._hidden, example.hidden)
-        return PassOutput(self._logits[: len(example.logits)], self._hidden[: len(example.hidden)])
-
-
-def _at_least(buffer: torch.Tensor | None, example: torch.Tensor) -> torch.Tensor:
-    """`buffer` if it has as many rows as `example`, else a new buffer."""
-    return torch.empty_like(example) if buffer is None or len(buffer) < len(example) else buffer
-
-
-class CudaGraphCapture:
-    """Captures CUDA graphs that share one memory pool, since no two of them run at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-        self._is_proven = False
-
-    def __call__(self, function: Callable[[], None]) -> Replay:
-        """Capture the function as a CUDA graph.
-
-        Raises `torch.OutOfMemoryError`, after which smaller ones may be captured; `RuntimeError` for what cannot be
-        captured, usually before anything is.
-        """
-        current = torch.cuda.current_stream(self._device)
-        # The outer context restores the stream even if the capture fails.
-        with torch.cuda.device(self._device), torch.cuda.stream(current):
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                function()  # on the capture stream, since libraries allocate once per stream
-                if not self._is_proven:
-                    with _forbid_synchronization():
-                        function()
-                    self._is_proven = True
-            current.wait_stream(self._stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device during the capture.
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                function()
-        return graph.replay
-
-
-@contextmanager
-def _forbid_synchronization() -> Iterator[None]:
-    """Raise `RuntimeError` inside if the host waits for the device, because that cannot be captured."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def make_graph_runner(

@@ -43,6 +43,11 @@ _FEWEST_BLOCKS, _MOST_KEYS, _MOST_GATHERED_TOKENS = 8, 1 << 17, 2048
 """The fewest blocks of a row, and the most keys of all rows and of one, in graphs of rows with as many blocks each."""
 
 
+MOST_RANKED = 256
+"""Most tokens of a drafting module's graph whose logits are in it: those of 256 tokens and 150,000 candidates take
+400 MB."""
+
+
 @dataclass(frozen=True, slots=True)
 class GraphSize:
     """The size of a graph: the most of everything that a step in it may have."""
@@ -76,6 +81,34 @@ class GraphSize:
     def order(self) -> tuple[int, ...]:
         """What it costs: a step runs in the first graph that it fits, in ascending order."""
         return self.tokens, self.has_wide_rows, self.rows * self.blocks, self.queries
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingSize:
+    """The size of a graph of a drafting module: the most rows, and the most tokens of all rows."""
+
+    rows: int
+    tokens: int
+
+    def order(self) -> tuple[int, ...]:
+        """What it costs: a pass runs in the first graph that it fits, in ascending order."""
+        return self.tokens, self.rows
+
+
+def drafting_graph_sizes(widths: Iterable[int] = _WIDTHS, most: int = MOST_TOKENS) -> list[DraftingSize]:
+    """The sizes for a drafting module's passes of up to `most` tokens, `widths` of which each row has on average."""
+    found = {DraftingSize(rows, rows * width) for rows in _ROWS for width in widths if rows * width <= most}
+    return sorted(found, key=DraftingSize.order)
+
+
+def smallest_drafting_graph(sizes: Iterable[DraftingSize], rows: int, tokens: int) -> DraftingSize | None:
+    """The first of `sizes`, in ascending order, that so many rows and tokens fit; `None` if they fit none."""
+    return next((size for size in sizes if rows <= size.rows and tokens <= size.tokens), None)
+
+
+def widths_up_to(most: int) -> list[int]:
+    """The numbers of tokens per row for passes with at most so many, the last one of which is at least `most`."""
+    return [1 << exponent for exponent in range((most - 1).bit_length() + 1)]
 
 
 def packed_graph_sizes(blocks: int, most_blocks: int = 0) -> list[GraphSize]:
@@ -149,16 +182,39 @@ def describe_graphs() -> str:
     """The sizes that do not depend on the model, all of them, in words."""
     sizes = packed_graph_sizes(_FEWEST_BLOCKS)
     decoding, prompts = ([size for size in sizes if size.has_wide_rows is wide] for wide in (False, True))
-    by_rows = "; ".join(
-        f"{rows} row{'s' * (rows > 1)}: {_listed(size.tokens for size in decoding if size.rows == rows)}"
-        for rows in _ROWS
-    )
     return (
         f"CUDA graphs of the target, captured before the first request: {len(decoding)} by rows and tokens in all "
-        f"({by_rows}); {len(prompts)} with prompts, of {_listed(size.tokens for size in prompts)} tokens with up to "
-        f"{_PROMPT_ROWS[0]} and {_PROMPT_ROWS[-1]} rows; each for rows of up to {LONGEST} tokens of context, and those "
-        f"of up to {FEW_ROWS} rows without prompts also for {LONGEST_OF_FEW}; larger steps, and models "
-        "without attention or with recurrent layers of which we have no kernels, are launched kernel by kernel"
+        f"({_by_rows(decoding)}); {len(prompts)} with prompts, of {_listed(size.tokens for size in prompts)} tokens "
+        f"with up to {_PROMPT_ROWS[0]} and {_PROMPT_ROWS[-1]} rows; each for rows of up to {LONGEST} tokens of "
+        f"context, and those of up to {FEW_ROWS} rows without prompts also for {LONGEST_OF_FEW}; larger steps, and "
+        "models without attention or with recurrent layers of which we have no kernels, are launched kernel by kernel"
+    )
+
+
+def describe_head_graphs(nodes: int) -> str:
+    """The sizes for a head whose passes expand up to so many nodes of each tree, in words."""
+    committed, expanded = drafting_graph_sizes(), drafting_graph_sizes(widths_up_to(nodes), MOST_RANKED)
+    return (
+        f"{len(committed)} by rows and tokens in all over committed tokens ({_by_rows(committed)}), and for a head "
+        f"that drafts token by token {len(expanded)} over the nodes that are expanded ({_by_rows(expanded)})"
+    )
+
+
+def describe_block_graphs() -> str:
+    """The sizes for blocks, all of which have the slots of the module's card, in words."""
+    return f"the blocks of {_listed(_ROWS)} rows, of up to {MOST_TOKENS} tokens in all"
+
+
+def describe_parallel_graphs() -> str:
+    """The sizes for heads that predict all depths of the module's card from one state, in words."""
+    return f"the candidates at all depths of {_listed(_ROWS)} rows, of up to {MOST_RANKED} tokens in all"
+
+
+def _by_rows(sizes: Sequence[GraphSize] | Sequence[DraftingSize]) -> str:
+    """The total of the tokens of each number of rows."""
+    return "; ".join(
+        f"{rows} row{'s' * (rows > 1)}: {_listed(size.tokens for size in sizes if size.rows == rows)}"
+        for rows in sorted({size.rows for size in sizes})
     )
 
 

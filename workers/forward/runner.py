@@ -16,7 +16,8 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import StepPlan, bind
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend, require_backend
-from workers.forward.cuda_graphs import CudaGraphRunner, GraphCapture, make_graph_runner
+from workers.forward.captured_passes import GraphCapture
+from workers.forward.cuda_graphs import CudaGraphRunner, make_graph_runner
 from workers.forward.layout import RowShape, SourceShape, StepRows, slots_of
 from workers.forward.loaded_model import WHOLE_PASS, EncodedSources, LoadedModel, PassOptions, PassOutput
 from workers.forward.partial_pass import WHOLE, PartialPass, only_parts

@@ -19,9 +19,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from workers.forward.backends.base import PackedPlan, with_whole_heads
+from workers.forward.graph_sizes import DraftingSize
 from workers.forward.native.window_layers import WindowPiece
 from workers.forward.triton.tiles import SPLIT_KEYS, WindowTiles, narrow_tile
-from workers.transfer import StepArray, onto, tensor_on, to_device_together
+from workers.transfer import (
+    StepArray,
+    joined,
+    onto,
+    split_together,
+    tensor_on,
+    to_device_together,
+    words_together,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +60,9 @@ class WindowKernels(Protocol):
     def write_windows(self, keys: Tensor, values: Tensor, tiles: WindowTiles, layer: int) -> None:
         """Store keys and values."""
 
+    def write_layers(self, keys: Tensor, values: Tensor, tiles: WindowTiles) -> None:
+        """Store keys and values `[layers, tokens, KV heads, dim]` of all layers."""
+
     def window_attention(
         self, queries: Tensor, tiles: WindowTiles, layer: int, kv_heads: int, value_dim: int, scale: float
     ) -> Tensor:
@@ -78,16 +90,28 @@ class WindowAttention:
 
     def __init__(self, heads: WindowHeads, device: torch.device) -> None:
         """The kernels are compiled and tried here, so that nothing is compiled while serving."""
-        self._heads, self._device = heads, device
-        self._kernels = kernels_for(heads, device)
+        self.heads, self.device = heads, device
+        self.kernels = kernels_for(heads, device)
+        """The kernels; `None` where torch attends to one piece after another, which no CUDA graph can hold."""
 
     def plan(self, pieces: Sequence[WindowPiece], positions: Sequence[int]) -> WindowStep:
         """The attention of a pass over `pieces`, whose tokens are at `positions`. No two pieces share slots."""
-        if self._kernels is None:
-            return LoopedWindows(pieces, tensor_on(self._device, positions, torch.int64), self._device)
-        planned = plan_tiles(pieces, positions, self._heads)
-        found, tiles = planned.metadata(to_device_together(planned.arrays, self._device))
-        return TiledWindows(self._kernels, pieces, tiles, found)
+        if self.kernels is None:
+            return LoopedWindows(pieces, tensor_on(self.device, positions, torch.int64), self.device)
+        planned = plan_tiles(pieces, positions, self.heads)
+        found, tiles = planned.metadata(to_device_together(planned.arrays, self.device))
+        return TiledWindows(self.kernels, pieces, tiles, found)
+
+    def store(self, pieces: Sequence[WindowPiece], keys: Tensor, values: Tensor) -> None:
+        """Write float32 `keys` `[layers, tokens, KV heads, width]` and `values` of all layers, in one launch.
+
+        The tokens are those of all pieces, one after another. Raises `ValueError` without kernels.
+        """
+        if self.kernels is None:
+            raise ValueError("keys and values of several pieces are stored together by kernels alone")
+        planned = plan_tiles(pieces, range(keys.shape[1]), self.heads)
+        _, tiles = planned.metadata(to_device_together(planned.arrays, self.device))
+        self.kernels.write_layers(keys, values, tiles)
 
 
 class LoopedWindows:
@@ -127,11 +151,116 @@ class TiledWindows:
         return self._kernels.window_attention(queries, self._tiles, layer, *sizes, scale).flatten(1)
 
 
+@dataclass(frozen=True, slots=True)
+class WindowRows:
+    """What the host says of a pass: the pieces of its rows, one after another."""
+
+    pieces: Sequence[WindowPiece]
+    positions: Sequence[int]
+    """The position of each token."""
+    tokens: Sequence[int]
+    """What the pass embeds: at most as many as it has tokens."""
+    wanted: Sequence[int]
+    """The tokens whose outputs are wanted, by index."""
+
+
+class WindowBuffers:
+    """The inputs of the passes of one size, at fixed addresses, as a CUDA graph reads them.
+
+    Behind the pass's own tokens and tiles there is padding. Its keys and values are stored in a slot of its own, and it
+    attends to nothing, so what is computed for it has no meaning.
+    """
+
+    def __init__(
+        self,
+        size: DraftingSize,
+        windows: WindowAttention,
+        sizes: tuple[int, int, int],
+        larger: WindowBuffers | None = None,
+    ) -> None:
+        """`sizes`: layers, slots that a token may see, and numbers of a feature.
+
+        The memory of `larger` serves this size, too. Raises `ValueError` for attention without kernels.
+        """
+        if windows.kernels is None:
+            raise ValueError("attention that reads one piece after another has no fixed addresses")
+        layers, slots, width = sizes
+        heads, device = windows.heads, windows.device
+        self.size, self._heads, self._device = size, heads, device
+        self._most_words = size.tokens * -(-slots // 8)
+        """Numbers of 64 bits for masks."""
+        if larger is not None and (larger._most_words < self._most_words or larger.size.rows < size.rows):
+            larger = None
+        self._padding = torch.zeros(layers, heads.kv_heads, 1, heads.width, device=device)
+        arrays = self._planned(WindowRows((), (), (), ()))
+        arrays[-1] = np.zeros(self._most_words, dtype=np.int64)
+        words = words_together(arrays)
+        self._numbers: Tensor = (
+            torch.zeros(words, dtype=torch.int64, device=device) if larger is None else larger._numbers
+        )
+        self.tokens, self.wanted, positions, table, items, queries, places, arrivals, masks = split_together(
+            self._numbers, arrays
+        )
+        """int64 `[tokens]` each; see `WindowRows`. Padding wants the first output."""
+        features = torch.zeros(size.tokens, width, device=device) if larger is None else larger.features
+        self.features: Tensor = features[: size.tokens]
+        """float32 `[tokens, width]`: what each token reads beside the token."""
+        tiles = WindowTiles(
+            *(table, items, queries, places, masks.view(torch.uint8), arrivals),
+            *(_tile_of(heads), size.tokens, MOST_SPLITS),
+        )
+        self.step: WindowStep = TiledWindows(windows.kernels, (), tiles, positions)
+
+    def fill(self, rows: WindowRows) -> bool:
+        """Copy what the host says of a pass that fits into the buffers, in one piece. The host does not wait.
+
+        Returns `False` for windows that are too long: nothing is copied then.
+        """
+        arrays = self._planned(rows)
+        if len(arrays[-1]) > self._most_words:
+            return False
+        whole = joined(arrays, self._device)
+        # torch does not reuse pinned memory before the copy has finished.
+        self._numbers[: len(whole)].copy_(whole, non_blocking=True)
+        return True
+
+    def _planned(self, rows: WindowRows) -> list[StepArray]:
+        """The arrays of a pass, padded. The last one, the masks, is only as long as they are."""
+        size, tile, padding = self.size, _tile_of(self._heads), self._padding
+        tiles = (size.tokens + (tile - 1) * size.rows) // tile
+        address, (layer, head) = address_of(padding), padding.stride()[:2]
+        positions, table, items, queries, places, _, masks = plan_tiles(rows.pieces, rows.positions, self._heads).arrays
+        return [
+            _padded(np.array(rows.tokens, dtype=np.int64), size.tokens, 0),
+            _padded(np.array(rows.wanted, dtype=np.int64), size.tokens, 0),
+            _padded(positions, size.tokens, 0),
+            _padded(table, size.rows + 1, (address, address, layer, head, 0, 1, -1, 0, 0)),
+            _padded(items, tiles, (size.rows, 0, 0)),
+            _padded(queries, size.tokens, 0),
+            _padded(places, size.tokens, (size.rows, 0)),
+            np.zeros(tiles * self._heads.kv_heads, dtype=np.int32),
+            masks,
+        ]
+
+
+def _padded(array: StepArray, rows: int, padding: int | Sequence[int]) -> StepArray:
+    """The array with as many rows, `padding` behind its own."""
+    found = np.empty((rows, *np.shape(padding)), dtype=array.dtype)
+    found[:] = padding
+    if len(array):
+        found[: len(array)] = array
+    return found
+
+
+def _tile_of(heads: WindowHeads) -> int:
+    return narrow_tile(heads.heads // heads.kv_heads, heads.width)
+
+
 def plan_tiles(
     pieces: Sequence[WindowPiece], positions: Sequence[int], heads: WindowHeads
 ) -> PackedPlan[tuple[Tensor, WindowTiles]]:
     """The positions and the tiles of a pass as arrays on the host."""
-    tile = narrow_tile(heads.heads // heads.kv_heads, heads.width)
+    tile = _tile_of(heads)
     firsts = np.cumsum([0, *(piece.count for piece in pieces)])
     table, items, tokens, masks = [], [], list[int](), list[npt.NDArray[np.uint8]]()
     splits = split_queries = mask_bytes = 0
@@ -216,7 +345,7 @@ def kernels_for(heads: WindowHeads, device: torch.device) -> WindowKernels | Non
 @torch.inference_mode()
 def trial_difference(kernels: WindowKernels, heads: WindowHeads, device: torch.device) -> float:
     """The largest difference of the kernels' attention from that by torch, for few and many tokens, with and without
-    masks and splits."""
+    masks and splits, and of what they store in all layers."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -235,7 +364,13 @@ def trial_difference(kernels: WindowKernels, heads: WindowHeads, device: torch.d
     positions, tiles = planned.metadata(to_device_together(planned.arrays, device))
     tiled, looped = TiledWindows(kernels, pieces, tiles, positions), LoopedWindows(pieces, positions, device)
     found = tiled.attend(1, queries, keys, fresh)
-    return float((found - looped.attend(1, queries, keys, fresh)).abs().max())
+    difference = (found - looped.attend(1, queries, keys, fresh)).abs().max()
+    both = keys.expand(2, *keys.shape), queries[:, : heads.kv_heads].expand(2, -1, -1, -1)
+    kernels.write_layers(*both, tiles)
+    for piece, part in zip(pieces, torch.split(keys, [piece.count for piece in pieces]), strict=True):
+        stored = piece.keys[:, :, piece.slot : piece.end] - part.transpose(0, 1)
+        difference = torch.maximum(difference, stored.abs().max())
+    return float(difference)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, is_seen: Tensor | None, scaling: float | None) -> Tensor:

@@ -33,6 +33,11 @@ class PluginSettings(Section):
     learns: ClassVar[bool] = False
     """Whether a drafting method can be trained on what it drafts for: what it makes is a `LearnsOnline`."""
 
+    @property
+    def graphs(self) -> str:
+        """Which passes of a drafting method a GPU runs as CUDA graphs, in words; empty: none of the method's own."""
+        return ""
+
     def check_selected(self) -> None:
         """Raise `ValueError` when the plug-in is selected but a setting that it needs is missing."""
 

@@ -22,7 +22,8 @@ from workers.forward import runner as runners
 from workers.forward.backends.base import AttentionSetting
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.sdpa import CAPABILITIES, SdpaBackend
-from workers.forward.cuda_graphs import Compute, CudaGraphRunner, GraphCapture
+from workers.forward.captured_passes import GraphCapture
+from workers.forward.cuda_graphs import Compute, CudaGraphRunner
 from workers.forward.graph_sizes import GraphSize
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import ForwardRow, ModelRunner

@@ -94,3 +94,21 @@ def test_it_says_why_a_draft_model_shares_the_targets_gpu(capsys: pytest.Capture
     assert run(*one, "--node", "cpus=32,gpus=1") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "the draft small drafts on a GPU of the target (rank 0): no GPU is left for it" in printed
+
+
+@pytest.mark.parametrize(("method", "compiled", "told"), [
+    ("eagle", "on", ["target", "draft.method=eagle"]), ("block", "on", ["target", "draft.method=block"]),
+    ("mtp", "on", ["target", "draft.method=mtp"]), ("heads", "on", ["target", "draft.method=heads"]),
+    ("ngram", "on", ["target"]), ("eagle", "off", []),
+])  # fmt: skip
+def test_it_tells_the_graphs_of_the_drafting_method(
+    method: str, compiled: str, told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [f"draft.method={method}", f"target.compile={compiled}", "target.replicas=1", "target.tensor_parallel=1"]
+    chosen += ["draft.replicas=1"]
+    chosen += [f"draft.{method}.path=module"] if method in ("eagle", "block", "heads") else []
+    found = planned(capsys, "--node", "cpus=32,gpus=1", *(part for one in chosen for part in ("--set", one)))
+    graphs = [note for note in found["notes"] if note.startswith("CUDA graphs of ")]
+    assert [note.removeprefix("CUDA graphs of ").removeprefix("the ").split(",")[0] for note in graphs] == told
+    if method == "eagle" and graphs:
+        assert "captured when it is loaded, before the target's KV pool is sized: 37 by rows and tokens" in graphs[1]

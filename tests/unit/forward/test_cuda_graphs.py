@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from workers.forward.backends import choice
 from workers.forward.backends.base import REFERENCE, AttentionSetting, all_backends
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.flex import CAPABILITIES, Flex, FlexBackend
+from workers.forward.captured_passes import CapturedPasses
 from workers.forward.cuda_graphs import CudaGraphRunner, PackedBuffers
 from workers.forward.graph_sizes import GraphSize, gathered_graph_sizes, packed_graph_sizes
 from workers.forward.loaded_model import PassOptions, PassOutput
@@ -135,7 +136,7 @@ def test_the_warm_up_captures_the_largest_size_first_and_serving_captures_none(t
     free = bench.pool.blocks_free
     assert tape.recorded == len(sizes)
     assert bench.graphs is not None
-    assert [size for size, _ in bench.graphs._captured] == sizes[::-1]
+    assert [size for size, _ in bench.graphs.passes.captured] == sizes[::-1]
     tables = [bench.pool.new_table() for _ in range(3)]
     bench.run(*(ForwardRow(table, some_tokens(9)) for table in tables))  # no such step was captured
     assert (tape.recorded, tape.replayed) == (len(sizes), 0)
@@ -161,7 +162,7 @@ def test_the_part_of_the_model_that_drafts_is_captured_too(tmp_path: Path) -> No
     assert bench.graphs is not None
     bench.runner.expect(part)
     bench.runner.warm_up()
-    assert {size for size, one in bench.graphs._captured if one is part} == set(sizes[:2])
+    assert {size for size, one in bench.graphs.passes.captured if one is part} == set(sizes[:2])
     table = bench.pool.new_table()
     bench.pool.reserve(table, 3)
     replayed = tape.replayed
@@ -188,7 +189,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(tmp_path: Path, cap
 def test_a_capture_that_another_rank_cannot_make_is_made_by_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agreed: int, attempts: int
 ) -> None:
-    monkeypatch.setattr("workers.forward.cuda_graphs.least_of_all_ranks", lambda own, _: min(own, agreed))
+    monkeypatch.setattr("workers.forward.captured_passes.least_of_all_ranks", lambda own, _: min(own, agreed))
     tape = FakeRecorder()
     bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape)
     for width in (1, 2, 1, 2):
@@ -205,7 +206,7 @@ def run_out(monkeypatch: pytest.MonkeyPatch, place: str, computed: list[int]) ->
 
     `computed` gets the tokens of each pass.
     """
-    make, run, outputs = PackedBuffers.__init__, CudaGraphRunner._pass, CudaGraphRunner._output_buffers
+    make, run, outputs = PackedBuffers.__init__, CudaGraphRunner._pass, CapturedPasses._output_buffers
 
     def check(at: str, tokens: int) -> None:
         if place == at and tokens >= LARGE:
@@ -220,13 +221,13 @@ def run_out(monkeypatch: pytest.MonkeyPatch, place: str, computed: list[int]) ->
         check("pass", buffers.size.tokens)
         return run(self, buffers, *others)
 
-    def giving(self: CudaGraphRunner, example: PassOutput) -> PassOutput:
+    def giving(self: CapturedPasses[Any, Any, Any], examples: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         check("outputs", computed[-1])
-        return outputs(self, example)
+        return outputs(self, examples)
 
     monkeypatch.setattr(PackedBuffers, "__init__", making)
     monkeypatch.setattr(CudaGraphRunner, "_pass", running)
-    monkeypatch.setattr(CudaGraphRunner, "_output_buffers", giving)
+    monkeypatch.setattr(CapturedPasses, "_output_buffers", giving)
 
     class Recorder(FakeRecorder):
         def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
@@ -243,10 +244,10 @@ def test_sizes_for_which_memory_runs_out_run_without_a_graph_and_smaller_ones_wi
     tape = run_out(monkeypatch, place, [])
     bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, attention=packing, sizes=PACKED_SIZES)
     assert bench.graphs is not None
-    assert {size for size, _ in bench.graphs._captured} == {size for size in PACKED_SIZES if size.tokens < LARGE}
+    assert {size for size, _ in bench.graphs.passes.captured} == {size for size in PACKED_SIZES if size.tokens < LARGE}
     assert "out of memory" in caplog.text
-    assert bench.graphs._logits is not None
-    assert len(bench.graphs._logits) == 16  # as many as the largest graph has
+    assert bench.graphs.passes.outputs
+    assert len(bench.graphs.passes.outputs[0]) == 16  # as many as the largest graph has
     table = bench.pool.new_table()
     bench.run(ForwardRow(table, some_tokens(64), select=(63,)))
     assert tape.replayed == 0
@@ -270,12 +271,12 @@ def test_ranks_capture_smaller_sizes_after_memory_ran_out_on_one(
             raise AnotherRankFailed("another rank cannot compute it")
         return result
 
-    monkeypatch.setattr("workers.forward.cuda_graphs.try_together", together)
+    monkeypatch.setattr("workers.forward.captured_passes.try_together", together)
     tape = run_out(monkeypatch, "nowhere", computed)
     bench = open_bench(tiny.save(tmp_path, tiny.llama()), tape, attention=packing, sizes=PACKED_SIZES)
     assert bench.graphs is not None
     assert "failed" in calls
-    assert {size for size, _ in bench.graphs._captured} == {size for size in PACKED_SIZES if size.tokens < LARGE}
+    assert {size for size, _ in bench.graphs.passes.captured} == {size for size in PACKED_SIZES if size.tokens < LARGE}
 
 
 def test_a_size_whose_kernel_cannot_be_built_runs_without_a_frame(
@@ -380,7 +381,7 @@ def test_recorded_hybrids_on_a_gpu_compute_the_same_as_others(tmp_path: Path, fa
     expected, own = scenario(open_bench(directory))
     bench = open_on_gpu(directory, "on", block_size=16)
     assert bench.runner.graphs is not None
-    assert bench.runner.graphs._captured
+    assert bench.runner.graphs.passes.captured
     actual, tables = scenario(bench)
     for one, other in zip(expected, actual, strict=True):
         assert (one - other.cpu()).abs().max() < 20 * TOLERANCE

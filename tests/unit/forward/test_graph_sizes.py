@@ -13,13 +13,20 @@ from workers.forward.graph_sizes import (
     FEW_ROWS,
     LONGEST,
     LONGEST_OF_FEW,
+    MOST_RANKED,
     MOST_TOKENS,
     GraphSize,
+    describe_block_graphs,
     describe_graphs,
+    describe_head_graphs,
+    describe_parallel_graphs,
+    drafting_graph_sizes,
     gathered_graph_sizes,
     packed_graph_sizes,
     padded_graph_sizes,
+    smallest_drafting_graph,
     smallest_graph,
+    widths_up_to,
 )
 from workers.forward.layout import RowShape
 from workers.kv.groups import AttentionWindow
@@ -119,3 +126,34 @@ def test_a_window_bounds_the_blocks_that_a_row_reads() -> None:
     size = GraphSize(4, 8, 32, BLOCKS, 4)
     assert size.blocks_of(AttentionWindow(), BLOCK) == BLOCKS
     assert size.blocks_of(AttentionWindow(40, sinks=20), BLOCK) == 2 + 3 + 2
+
+
+def test_the_sizes_of_drafting_graphs_are_a_pure_function_of_widths() -> None:
+    sizes = drafting_graph_sizes(widths_up_to(3), 256)
+    assert sizes == drafting_graph_sizes(widths_up_to(4), 256)
+    assert widths_up_to(4) == [1, 2, 4]
+    assert [(size.rows, size.tokens) for size in sizes if size.rows in (1, 64, 128)] == [
+        (1, 1), (1, 2), (1, 4), (64, 64), (64, 128), (128, 128), (64, 256), (128, 256)
+    ]  # fmt: skip
+    assert all(size.tokens == 7 * size.rows <= MOST_TOKENS for size in drafting_graph_sizes((7,)))
+
+
+@pytest.mark.parametrize(("rows", "tokens", "found"), [
+    (1, 1, (1, 1)), (3, 5, (4, 8)), (3, 9, (4, 16)), (2, 9, (2, 16)), (5, 5, (8, 8)), (64, 256, (64, 256)),
+    (129, 129, None), (64, 257, None),
+])  # fmt: skip
+def test_a_drafting_pass_runs_in_a_graph_that_is_a_little_larger(
+    rows: int, tokens: int, found: tuple[int, int] | None
+) -> None:
+    size = smallest_drafting_graph(drafting_graph_sizes((1, 2, 4, 8), 256), rows, tokens)
+    assert (None if size is None else (size.rows, size.tokens)) == found
+
+
+def test_the_sizes_of_drafting_graphs_are_told() -> None:
+    told = describe_head_graphs(4)
+    assert told.startswith("37 by rows and tokens in all over committed tokens (1 row: 1, 2, 4, 8, 16; 2 rows: 2, 4, 8")
+    assert "23 over the nodes that are expanded (1 row: 1, 2, 4; 2 rows: 2, 4, 8; " in told
+    assert told.endswith("128 rows: 128, 256)")
+    rows = "1, 2, 4, 8, 16, 32, 64, 128 rows"
+    assert describe_block_graphs() == f"the blocks of {rows}, of up to {MOST_TOKENS} tokens in all"
+    assert describe_parallel_graphs() == f"the candidates at all depths of {rows}, of up to {MOST_RANKED} tokens in all"

@@ -13,7 +13,7 @@ from torch import distributed
 from tests.support.engines.graph_replay import FakeRecorder, decode_with_trees, open_engine
 from tests.support.engines.one_rank import group_of_one
 from tests.support.models import tiny
-from workers.forward.cuda_graphs import CudaGraphCapture
+from workers.forward.captured_passes import CudaGraphCapture
 from workers.verify.engine import TargetEngine
 from workers.verify.group_decider import GroupDecider
 

@@ -23,7 +23,7 @@ from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_processes import running_ranks
 from tests.support.models import tiny
 from workers.forward import symmetric_all_reduce
-from workers.forward.cuda_graphs import CudaGraphCapture
+from workers.forward.captured_passes import CudaGraphCapture
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.forward.symmetric_all_reduce import (
     AllReduce,

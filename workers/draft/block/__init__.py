@@ -12,6 +12,7 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from workers.draft.common.modules.module_settings import ContextModuleSettings, TreeSettings, needs_of_module
 from workers.draft.registry import ON_TARGET_FIRST, register
+from workers.forward.graph_sizes import describe_block_graphs
 
 if TYPE_CHECKING:
     from workers.draft.block.block_drafter import BlockTreeDrafter
@@ -22,6 +23,10 @@ class BlockSettings(ContextModuleSettings, TreeSettings):
 
     draft_kind: ClassVar[str] = "block"
     learns: ClassVar[bool] = True
+
+    @property
+    def graphs(self) -> str:
+        return describe_block_graphs()
 
 
 @register(

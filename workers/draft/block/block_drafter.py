@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,13 @@ from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
 from workers.draft.block.block_pass import BlockPass
+from workers.draft.block.block_passes import BlockPasses
 from workers.draft.block.markov_ranker import MarkovRanker
 from workers.draft.block.masked_pass import MaskedBlockPass
+from workers.draft.common.modules.captured_windows import capture_of
 from workers.draft.common.modules.context_session import ContextSession
 from workers.draft.common.modules.context_store import ContextStore
-from workers.draft.common.modules.context_window import ContextRows, ContextShape, ContextWindow
+from workers.draft.common.modules.context_window import ContextShape
 from workers.draft.common.modules.learned_modules import LearnedModules, LearningDrafter
 from workers.draft.common.modules.module_settings import ContextModuleSettings
 from workers.draft.common.modules.pass_of_salt import PassOfSalt
@@ -39,21 +41,6 @@ from workers.sampling.context import DecisionContext
 RankBlocks = Callable[[Tensor, Sequence[int], Sequence[DecisionContext], int], list[RankedPaths]]
 """Ranks the candidates of rows from their vectors for the head, float32 [rows, depths, hidden size], the rows' last
 tokens, the contexts [rows x depths] of the decisions, and the most candidates that are listed below one."""
-
-
-class BlockPasses(Protocol):
-    """The passes of a block drafter; `BlockPass` says what they compute."""
-
-    depths: int
-    vocabulary_size: int
-    device: torch.device
-    context_shape: ContextShape
-
-    def context(self, taps: Tensor, positions: Tensor) -> ContextRows:
-        """What later blocks need of `taps` [tokens, taps, hidden size] at `positions` [tokens]."""
-
-    def draft(self, last: Sequence[int], anchors: Sequence[int], windows: Sequence[ContextWindow]) -> Tensor:
-        """Normalised hidden vectors for the head, [rows, depths, hidden size]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -84,7 +71,7 @@ class BlockSession(ContextSession):
 
 
 class ContextReader:
-    """Collects taps, row by row, and stores their context in the sessions."""
+    """Collects taps, row by row, and stores the context of all of them in the sessions."""
 
     def __init__(self, taps: TapReader, blocks: PassOfSalt[ServedBlocks]) -> None:
         self._taps = taps
@@ -113,10 +100,7 @@ class ContextReader:
         for blocks, found in self._blocks.groups(taken, lambda one: one[0].start.cache_salt):
             positions = [begin + index for _, begin, taps in found for index in range(len(taps))]
             rows = blocks.passes.context(torch.cat([taps for _, _, taps in found]), torch.tensor(positions))
-            done = 0
-            for session, begin, taps in found:
-                session.add(begin, rows.part(done, done + len(taps)))
-                done += len(taps)
+            blocks.passes.store([(session, begin, len(taps)) for session, begin, taps in found], rows)
 
 
 class BlockTreeDrafter(LearningDrafter, PathDrafter[BlockSession]):
@@ -194,6 +178,8 @@ def load_block_drafter(
         blocks = _own_blocks(loaded.module, loaded, directory, learns=learns)
     else:
         blocks = _public_blocks(loaded.module, loaded, directory, learns=learns, takes_features=taps.is_fused)
+    passes = blocks.own.passes
+    passes.capture(capture_of(passes.device, target))
     return BlockTreeDrafter(blocks, taps, draft, settings, form)
 
 

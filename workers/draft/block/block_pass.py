@@ -7,19 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from workers.draft.block.block_passes import BlockPasses
 from workers.draft.common.modules.context_window import ContextRows, ContextShape, ContextWindow
 from workers.draft.common.modules.layer_stack import LayerStack, RotaryTable
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import make_product
 from workers.forward.native.packed_linear import InputNorm
 from workers.model.drafting.block import BlockDrafter
-from workers.model.drafting.ends import TargetEnds, rms_norm
+from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.layer import ContextProjection, DrafterLayer
 from workers.model.public_shapes import RopeShape
-from workers.transfer import onto, row_indices
+from workers.transfer import onto
 
 
-class BlockPass:
+class BlockPass(BlockPasses):
     """The weights of a block drafter, packed, and its two passes."""
 
     def __init__(self, module: BlockDrafter, ends: TargetEnds, weights: Weights, directory: str | None = None) -> None:
@@ -27,7 +28,8 @@ class BlockPass:
         shape, layer = module.shape, module.shape.layer
         self._layer_shape = layer
         self._epsilon = layer.norm_epsilon
-        self.depths, self.vocabulary_size = shape.block, len(ends.embedding)
+        self.depths = self.slots = shape.block
+        self.vocabulary_size = len(ends.embedding)
         self.device = ends.embedding.device
         self._embedding = ends.embedding
         layers = [one for one in module.layers if isinstance(one, DrafterLayer)]
@@ -38,7 +40,7 @@ class BlockPass:
         self._context = make_product(torch.cat([module.fusion.proj.weight, *pairs]), weights, directory, taps)
         feature = InputNorm(module.feature_norm, layer.norm_epsilon, size, plain=size)  # after the embedding
         self._entry = make_product(module.entry.weight, weights, directory, feature)
-        self._slots = module.slots.detach().float()
+        self._slot_vectors = module.slots.detach().float()
         self._layers = LayerStack(layers, module.input_norms, weights, directory)
         self._output_norm = module.output_norm.detach().float()
         self._rotary = RotaryTable(RopeShape(layer.rope_theta), layer.head_width, self.device)
@@ -60,19 +62,10 @@ class BlockPass:
             fused,
         )
 
-    def draft(self, last: Sequence[int], anchors: Sequence[int], windows: Sequence[ContextWindow]) -> Tensor:
-        """Normalised hidden vectors for the head, [rows, block, hidden size].
-
-        `last` are the last committed tokens, at the positions `anchors`. The feature of the position before each anchor
-        must be known.
-        """
-        rows, block = len(last), self.depths
+    def _features(self, anchors: Sequence[int], windows: Sequence[ContextWindow]) -> Tensor:
         features = [window.feature(anchor - 1) for window, anchor in zip(windows, anchors, strict=True)]
-        fused = torch.stack([feature for feature in features if feature is not None])
-        tokens = self._embedding[row_indices(last, self._embedding)].float()
-        common = self._entry(torch.cat([tokens, fused], dim=-1))
-        residual = (common.unsqueeze(1) + self._slots).flatten(0, 1)  # [rows × block, hidden size]
-        positions = [anchor + slot for anchor in anchors for slot in range(block)]
-        pieces = [window.block(anchor, block) for window, anchor in zip(windows, anchors, strict=True)]
-        residual = self._layers.run(residual, positions, pieces)
-        return rms_norm(residual, self._output_norm, self._epsilon).view(rows, block, -1)
+        return torch.stack([feature for feature in features if feature is not None])
+
+    def _entered(self, features: Tensor, last: Tensor) -> Tensor:
+        common = self._entry(torch.cat([self._embedding[last].float(), features], dim=-1))
+        return (common.unsqueeze(1) + self._slot_vectors).flatten(0, 1)

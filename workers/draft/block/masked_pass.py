@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from workers.draft.block.block_passes import BlockPasses
 from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextRows, ContextShape, ContextWindow
 from workers.draft.common.modules.decoder_stack import BiasedProduct, DecoderStack
 from workers.draft.common.modules.layer_stack import RotaryTable
@@ -15,10 +16,10 @@ from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.fusion import public_fusion
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import MaskedBlockShape
-from workers.transfer import onto, row_indices
+from workers.transfer import onto
 
 
-class MaskedBlockPass:
+class MaskedBlockPass(BlockPasses):
     """The weights of a public block drafter, packed, and its two passes."""
 
     def __init__(
@@ -36,7 +37,7 @@ class MaskedBlockPass:
             raise TypeError(f"{type(shape).__name__} is no shape of a block drafter")
         body = shape.body
         self._shape, self._epsilon = shape, body.norm_epsilon
-        self.depths, self.vocabulary_size = shape.depths, len(ends.embedding)
+        self.depths, self.slots, self.vocabulary_size = shape.depths, shape.slots, len(ends.embedding)
         self.device = ends.embedding.device
         self._embedding = ends.embedding
         mask = module.get("mask_embedding")
@@ -67,17 +68,9 @@ class MaskedBlockPass:
         turned = self._rotary.at(onto(self.device, positions)).apply(keys.flatten(1, 2)).view_as(keys)
         return ContextRows(turned.permute(1, 2, 0, 3), found[:, :, 1].permute(1, 2, 0, 3), fused[:, :0])
 
-    def draft(self, last: Sequence[int], anchors: Sequence[int], windows: Sequence[ContextWindow]) -> Tensor:
-        """Normalised hidden vectors for the head, [rows, depths, hidden size].
+    def _features(self, anchors: Sequence[int], windows: Sequence[ContextWindow]) -> Tensor:  # noqa: ARG002
+        return self._masks.new_empty((len(anchors), 0))
 
-        `last` are the last committed tokens, at the positions `anchors`. A block attends to itself in both directions.
-        """
-        slots = self._shape.slots
-        embedded = self._embedding[row_indices(last, self._embedding)].float()
-        tokens = self._shape.embedding_scale * embedded.unsqueeze(1)
-        residual = torch.cat([tokens, self._masks.expand(len(last), -1, -1)], dim=1).flatten(0, 1)
-        positions = [anchor + slot for anchor in anchors for slot in range(slots)]
-        pieces = [window.block(anchor, slots) for window, anchor in zip(windows, anchors, strict=True)]
-        residual = self._layers.run(residual, positions, pieces)
-        found = rms_norm(residual, self._output_norm, self._epsilon).view(len(last), slots, -1)
-        return found[:, slots - self.depths :]
+    def _entered(self, features: Tensor, last: Tensor) -> Tensor:  # noqa: ARG002 - there is none
+        tokens = self._shape.embedding_scale * self._embedding[last].float().unsqueeze(1)
+        return torch.cat([tokens, self._masks.expand(len(last), -1, -1)], dim=1).flatten(0, 1)

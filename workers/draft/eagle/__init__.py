@@ -15,6 +15,7 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from workers.draft.common.modules.module_settings import ContextModuleSettings, needs_of_module
 from workers.draft.registry import ON_TARGET_FIRST, register
+from workers.forward.graph_sizes import describe_head_graphs
 
 if TYPE_CHECKING:
     from workers.draft.eagle.eagle_drafter import EagleTreeDrafter
@@ -30,6 +31,10 @@ class EagleSettings(ContextModuleSettings):
     """Most candidates below one node."""
     width: Annotated[int, Field(ge=1, le=32)] = 4
     """Most nodes of one tree that one pass expands."""
+
+    @property
+    def graphs(self) -> str:
+        return describe_head_graphs(self.width)
 
 
 @register(

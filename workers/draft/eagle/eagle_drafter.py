@@ -12,6 +12,7 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftBudget, DraftRow, Proposal
 from cluster.core.ids import SequenceId
+from workers.draft.common.modules.captured_windows import capture_of
 from workers.draft.common.modules.context_store import ContextMemory, ContextStore
 from workers.draft.common.modules.learned_modules import LearnedModules, LearningDrafter
 from workers.draft.common.modules.module_settings import ContextModuleSettings
@@ -29,7 +30,8 @@ from workers.draft.eagle.eagle_growth import EagleGrowth, GrowthLimits
 from workers.draft.eagle.eagle_pass import EaglePass
 from workers.draft.eagle.eagle_session import EagleSession
 from workers.draft.eagle.feature_pass import FeaturePass
-from workers.draft.eagle.head_context import HeadContext, HeadPass
+from workers.draft.eagle.head_context import HeadContext
+from workers.draft.eagle.head_pass import HeadPass
 from workers.draft.eagle.parallel_drafter import ParallelTreeDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.public import PublicModule
@@ -106,10 +108,10 @@ class EagleTreeDrafter(LearningDrafter):
 
     def _grow(self, head: HeadPass, growths: Sequence[EagleGrowth], rows: int) -> None:
         """Expand trees with one head, depth by depth. `rows` is the number of rows that wait for it."""
-        outputs = torch.stack([growth.root_output for growth in growths])
+        logits = head.logits(torch.stack([growth.root_output for growth in growths]))
         active, depth, begun = list(growths), 0, 0.0
         while True:
-            self._add_candidates(active, head.logits(outputs))
+            self._add_candidates(active, logits)
             if depth:
                 self._cost.record_pass(time.perf_counter() - begun)
             depth += 1
@@ -119,7 +121,7 @@ class EagleTreeDrafter(LearningDrafter):
                 return
             begun = time.perf_counter()
             features = torch.stack([feature for growth in active for feature in growth.features()])
-            outputs = head.run(features, [growth.piece() for growth in active])
+            outputs, logits = head.expand(features, [growth.piece() for growth in active])
             parts = torch.split(outputs, [len(growth.frontier) for growth in active])
             for growth, part in zip(active, parts, strict=True):
                 growth.keep_outputs(part)
@@ -160,11 +162,14 @@ def load_eagle_drafter(
     )
     if isinstance(loaded.module, EagleHead):
         own = EaglePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
+        own.capture(capture_of(own.device, target), loaded.module.shape.layer.hidden_size, limits.width)
         heads: PassOfSalt[HeadPass] = PassOfSalt(own)
         if draft.learn == "on":
             heads = LearnedModules(own, loaded.module, loaded, own.with_weights)
         return EagleTreeDrafter(heads, loaded.shortlist, taps, draft, memory, limits)
     head = FeaturePass(loaded.module, loaded.ends, settings.weights, scratch, target.compile_directory)
+    nodes = 0 if head.depths else limits.width  # P-EAGLE expands none
+    head.capture(capture_of(head.device, target), head.hidden_size, nodes)
     if not head.depths:
         heads = PassOfSalt(head)
         if draft.learn == "on" and head.is_trainable:

@@ -2,68 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
-from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from workers.draft.common.modules.context_window import ContextShape, ContextWindow
+from workers.draft.common.modules.context_window import ContextShape
 from workers.draft.common.modules.layer_stack import LayerStack
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import make_product
+from workers.draft.eagle.head_pass import HeadPass, wanted_rows
 from workers.forward.native.packed_linear import InputNorm
-from workers.forward.native.window_layers import WindowPiece
+from workers.forward.window_attention import WindowAttention, WindowBuffers, WindowRows
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.layer import DrafterLayer
-from workers.transfer import onto, row_indices, rows_of
+from workers.transfer import onto, row_indices
 
 
-@dataclass(frozen=True, slots=True)
-class EaglePiece:
-    """Consecutive tokens of one sequence in a pass."""
-
-    window: WindowPiece
-    following: Sequence[int]
-    """For each token, the token one position later."""
-    positions: Sequence[int]
-    wanted: Sequence[int]
-    """The tokens whose outputs are wanted, by index."""
-
-
-def committed_piece(window: ContextWindow, first: int, following: Sequence[int], reach: int) -> EaglePiece:
-    """A piece of committed tokens, the first one at position `first`; each attends to `reach` positions with its own.
-
-    The output of the last one is wanted.
-    """
-    count = len(following)
-    keys, values, begin = window.scratch(first, count)
-    known = np.concatenate([window.known_before(first), np.ones(count, dtype=np.bool_)])
-    slots, own = np.arange(begin + count)[None, :], begin + np.arange(count)[:, None]
-    is_seen = torch.from_numpy(known[None, :] & (slots <= own) & (slots > own - reach))
-    window_piece = WindowPiece(keys, values, begin, count, is_seen)
-    return EaglePiece(window_piece, following, range(first, first + count), (count - 1,))
-
-
-def tokens_and_positions(pieces: Sequence[EaglePiece]) -> tuple[list[int], list[int]]:
-    """The following token and the position of each token of all pieces, one piece after another."""
-    following = [token for piece in pieces for token in piece.following]
-    return following, [position for piece in pieces for position in piece.positions]
-
-
-def wanted_rows(outputs: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-    """The wanted ones [wanted, hidden size] of the outputs [tokens, hidden size] of all pieces."""
-    starts = accumulate((piece.window.count for piece in pieces), initial=0)
-    return rows_of(
-        outputs, [start + index for start, piece in zip(starts, pieces, strict=False) for index in piece.wanted]
-    )
-
-
-class EaglePass:
+class EaglePass(HeadPass):
     """The weights of an EAGLE head, packed."""
 
     def __init__(
@@ -82,11 +39,11 @@ class EaglePass:
         output = InputNorm(module.output_norm, layer.norm_epsilon, layer.hidden_size)
         self._head = make_product(ends.head, *self._stored, output)
         self.context_shape = ContextShape(shape.layers, layer.kv_heads, layer.head_width, 0, layer.window, scratch)
-        """What is kept of each position; there is no feature."""
 
     def with_weights(self, module: EagleHead) -> EaglePass:
         """Passes with the weights of `module`, but with this norm before the target's head; they share both."""
         other = copy(self)
+        other.graphs = None
         other._pack(module)
         return other
 
@@ -103,11 +60,21 @@ class EaglePass:
         """Features [tokens, hidden size] of taps [tokens, taps, hidden size]."""
         return self._fuse(onto(self.device, taps).float().flatten(1))
 
-    def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-        following, positions = tokens_and_positions(pieces)
-        tokens = self._embedding[row_indices(following, self._embedding)].float()
-        residual = self._entry(torch.cat([tokens, features], dim=-1))
-        return wanted_rows(self._layers.run(residual, positions, [piece.window for piece in pieces]), pieces)
+    @property
+    def windows(self) -> WindowAttention | None:
+        return self._layers.windows
+
+    def launched(self, features: Tensor, rows: WindowRows) -> Tensor:
+        residual = self._entered(features, row_indices(rows.tokens, self._embedding))
+        return wanted_rows(self._layers.run(residual, rows.positions, rows.pieces), rows)
+
+    def computed(self, inputs: WindowBuffers) -> Tensor:
+        residual = self._entered(inputs.features, inputs.tokens)
+        return self._layers.computed(residual, inputs.step)[inputs.wanted]
 
     def logits(self, outputs: Tensor) -> Tensor:
         return self._head(outputs)
+
+    def _entered(self, features: Tensor, following: Tensor) -> Tensor:
+        """The residual stream before the layers [tokens, hidden size]; `following` [tokens] are the next tokens."""
+        return self._entry(torch.cat([self._embedding[following].float(), features], dim=-1))

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from cluster.core.drafting import DraftRow, Proposal
 from cluster.core.ids import SequenceId
-from workers.draft.common.modules.context_window import ContextShape
 from workers.draft.common.modules.pass_of_salt import PassOfSalt
 from workers.draft.common.modules.text_collector import TextCollector
 from workers.draft.common.sessions import Sessions
-from workers.draft.eagle.eagle_pass import EaglePiece, committed_piece
 from workers.draft.eagle.eagle_session import EagleSession, Piece
+from workers.draft.eagle.head_pass import HeadPass, committed_piece
 from workers.transfer import onto
 
 SessionType = TypeVar("SessionType", bound=EagleSession)
 _Part = tuple[EagleSession, Piece]
-
-
-class HeadPass(Protocol):
-    """The passes of a head; `EaglePass` says what they compute."""
-
-    vocabulary_size: int
-    device: torch.device
-    context_shape: ContextShape
-
-    def features(self, taps: Tensor) -> Tensor:
-        """Features [tokens, hidden size] of taps [tokens, taps, target's hidden size]."""
-
-    def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-        """Write the keys and values of all pieces. Returns the wanted outputs [wanted, hidden size].
-
-        `features` [tokens, hidden size] are those of all pieces, one after another. No two pieces share a window.
-        """
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        """Logits [rows, draft vocabulary] of outputs [rows, hidden size]."""
 
 
 class HeadContext(Generic[SessionType]):

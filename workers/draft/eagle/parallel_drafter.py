@@ -25,10 +25,10 @@ from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.modules.text_collector import TextCollector
 from workers.draft.common.sessions import Sessions
-from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.eagle_session import EagleSession
 from workers.draft.eagle.feature_pass import FeaturePass
 from workers.draft.eagle.head_context import HeadContext
+from workers.draft.eagle.head_pass import committed_piece
 
 
 class ParallelSession(EagleSession):

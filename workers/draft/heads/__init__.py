@@ -15,6 +15,7 @@ from cluster.core.config.target_section import TargetSection
 from workers.draft.common.modules.module_settings import ModuleSettings, TreeSettings, needs_of_module
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.registry import ON_TARGET_FIRST, register
+from workers.forward.graph_sizes import describe_parallel_graphs
 
 if TYPE_CHECKING:
     from workers.draft.heads.heads_drafter import HeadsDrafter
@@ -26,12 +27,20 @@ class HeadsSettings(ModuleSettings, TreeSettings):
     draft_kind: ClassVar[str] = "heads"
     learns: ClassVar[bool] = True
 
+    @property
+    def graphs(self) -> str:
+        return describe_parallel_graphs()
+
 
 class BlockwiseSettings(ModuleSettings):
     """The heads; the length of a chain is `draft.max_depth`, at most one token for each head."""
 
     draft_kind: ClassVar[str] = "heads"
     learns: ClassVar[bool] = True
+
+    @property
+    def graphs(self) -> str:
+        return describe_parallel_graphs()
 
 
 @register("heads", HeadsSettings, needs=needs_of_module, places=ON_TARGET_FIRST)

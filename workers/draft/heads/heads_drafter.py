@@ -15,6 +15,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import DraftRow, Evidence, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
+from workers.draft.common.modules.captured_windows import capture_of
 from workers.draft.common.modules.learned_modules import LearnedModules, LearningDrafter
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.pass_of_salt import PassOfSalt
@@ -28,12 +29,12 @@ from workers.draft.common.modules.text_collector import CollectedStates, TextCol
 from workers.draft.common.sessions import DraftingSession, Sessions
 from workers.draft.heads.hydra_heads import HydraHeads
 from workers.draft.heads.own_heads import OwnHeads
+from workers.draft.heads.parallel_pass import ParallelPass
 from workers.model.drafting.heads import MedusaHeads
 from workers.model.drafting.public import PublicModule
 from workers.model.drafting.selector import Selector
 from workers.model.public_shapes import HydraShape
 from workers.sampling.context import DecisionContext
-from workers.transfer import row_indices
 
 
 class Heads(Protocol):
@@ -46,7 +47,7 @@ class Heads(Protocol):
     def rank(
         self, taps: Sequence[Tensor], last: Sequence[int], contexts: Sequence[DecisionContext], siblings: int
     ) -> list[RankedPaths]:
-        """Rank the candidates of each row at each depth; see `ParallelHeads`."""
+        """Rank the candidates of each row at each depth; see `ParallelPass`."""
 
 
 class HeadsSession(DraftingSession):
@@ -140,6 +141,8 @@ def load_heads_drafter(
         heads = PassOfSalt(HydraHeads(module, loaded))
     else:
         heads = PassOfSalt(OwnHeads(module, loaded))
+    if isinstance(heads.own, ParallelPass):
+        heads.own.capture(capture_of(heads.own.device, target))
     _warm_up(heads.own, form.siblings)
     reader = TapReader(loaded.card.taps, target, heads.own.hidden_size)
     return HeadsDrafter(heads, reader, draft, form)
@@ -153,7 +156,7 @@ def _warm_up(heads: Heads, siblings: int) -> None:
         heads.rank([zeros] * rows, [0] * rows, contexts, siblings)
 
 
-class ParallelHeads:
+class ParallelHeads(ParallelPass):
     """The weights of trained heads, packed for the device, and the ranking of their candidates.
 
     It computes what `MedusaHeads` does, with few products for all rows and depths.
@@ -164,35 +167,29 @@ class ParallelHeads:
         self.depths = module.shape.depths
         self.hidden_size = ends.hidden_size
         self.vocabulary_size = len(ends.embedding)
+        self.device = ends.embedding.device
         self._ends, self._make = ends, make
         self._mix = None if module.mix is None else _mix_of(module.mix, make)
         self._heads = make(module.weights)
-        self._ranker = PathRanker(ends, module.selector, make, loaded.shortlist)
+        self.ranker = PathRanker(ends, module.selector, make, loaded.shortlist)
 
     def with_weights(self, module: MedusaHeads) -> ParallelHeads:
         """Heads that compute with the weights of `module`, but with this selector, and share what is the target's."""
         other = copy(self)
+        other.graphs = None
         other._mix = None if module.mix is None else _mix_of(module.mix, self._make)
         other._heads = self._make(module.weights)
         return other
 
-    @torch.inference_mode()
-    def rank(
-        self, taps: Sequence[Tensor], last: Sequence[int], contexts: Sequence[DecisionContext], siblings: int
-    ) -> list[RankedPaths]:
-        """Rank the candidates after each row's last token.
-
-        `taps` are the rows' residual streams after the last layer, [hidden size] each, at the position before the last
-        token; `contexts` [rows x depths] are those of the decisions at each depth, at most `self.depths`.
-        """
-        hidden = self._ends.final_states(torch.stack(tuple(taps)))
+    def computed(self, states: Tensor, last: Tensor, depths: int) -> tuple[Tensor, Tensor]:
+        hidden = self._ends.final_states(states)
         if self._mix is not None:
             inner, outer = self._mix
-            embedded = self._ends.embedding[row_indices(last, self._ends.embedding)].float()
-            hidden = hidden + outer(silu(inner(torch.cat([hidden, embedded], dim=1))))
+            hidden = hidden + outer(silu(inner(torch.cat([hidden, self._ends.embedding[last].float()], dim=1))))
         rows, size = hidden.shape
-        deep = silu(self._heads(hidden)).view(rows, self.depths, size)[:, : len(contexts) // rows]
-        return self._ranker.rank(hidden.unsqueeze(1) + deep, contexts, siblings)
+        deep = silu(self._heads(hidden)).view(rows, self.depths, size)[:, :depths]
+        found = hidden.unsqueeze(1) + deep
+        return found, self.ranker.logits(found)
 
 
 def _mix_of(mix: Selector, make: MakeProduct) -> tuple[Product, Product]:

@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from workers.draft.common.modules.path_ranker import PathRanker
-from workers.draft.common.modules.ranked_paths import RankedPaths
 from workers.draft.common.modules.served_module import ServedModule
+from workers.draft.heads.parallel_pass import ParallelPass
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import MedusaShape
-from workers.sampling.context import DecisionContext
 
 
-class OwnHeads:
+class OwnHeads(ParallelPass):
     """The weights of all heads, packed for the device. The head of depth i predicts position n + i after n tokens."""
 
     def __init__(self, module: PublicModule, loaded: ServedModule[Any]) -> None:
@@ -26,7 +25,7 @@ class OwnHeads:
             raise TypeError(f"{type(shape).__name__} is no shape of Medusa heads")
         ends = loaded.ends
         self.depths, self.hidden_size, self.vocabulary_size = shape.depths, shape.hidden_size, len(ends.embedding)
-        self._ends = ends
+        self._ends, self.device = ends, ends.embedding.device
         self._blocks = [
             [
                 (loaded.make(module.tensors[f"{depth}.{block}.weight"]), module.get(f"{depth}.{block}.bias"))
@@ -36,25 +35,23 @@ class OwnHeads:
         ]
         own = [module.get(f"{depth}.head.weight") for depth in range(shape.depths)]
         self._outputs = [loaded.make(one) for one in own if one is not None]
-        self._ranker = PathRanker(ends, None, loaded.make, loaded.shortlist)
+        self.ranker = PathRanker(ends, None, loaded.make, loaded.shortlist)
 
-    @torch.inference_mode()
-    def rank(
+    def computed(
         self,
-        taps: Sequence[Tensor],
-        last: Sequence[int],  # noqa: ARG002 - plain Medusa does not read the last token
-        contexts: Sequence[DecisionContext],
-        siblings: int,
-    ) -> list[RankedPaths]:
-        hidden = self.hidden(taps, len(contexts) // len(taps))
-        if not self._outputs:
-            return self._ranker.rank(hidden, contexts, siblings)
-        return self._ranker.rank_logits(self.logits(hidden).flatten(0, 1), hidden, contexts, siblings)
+        states: Tensor,
+        last: Tensor,  # noqa: ARG002 - plain Medusa does not read the last token
+        depths: int,
+    ) -> tuple[Tensor, Tensor]:
+        hidden = self._hidden(states, depths)
+        return hidden, self.logits(hidden).flatten(0, 1) if self._outputs else self.ranker.logits(hidden)
 
     def hidden(self, taps: Sequence[Tensor], depths: int) -> Tensor:
         """Vectors for the output heads [rows, depths, hidden size] of residual streams, [hidden size] each."""
-        states = self._ends.final_states(torch.stack(tuple(taps)))
-        found = []
+        return self._hidden(torch.stack(tuple(taps)), depths)
+
+    def _hidden(self, taps: Tensor, depths: int) -> Tensor:
+        states, found = self._ends.final_states(taps), []
         for blocks in self._blocks[:depths]:
             rows = states
             for multiply, bias in blocks:

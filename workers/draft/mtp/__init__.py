@@ -16,6 +16,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import EvidenceNeeds
 from workers.draft.common.modules.module_settings import ContextSettings
 from workers.draft.registry import ON_TARGET_FIRST, register
+from workers.forward.graph_sizes import describe_head_graphs
 from workers.model.draft_card import LAST_TAP
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class MtpSettings(ModuleSection, ContextSettings):
     """Most candidates below one node."""
     width: Annotated[int, Field(ge=1, le=32)] = 4
     """Most nodes of one tree that one pass expands."""
+
+    @property
+    def graphs(self) -> str:
+        return describe_head_graphs(self.width)
 
 
 @register(

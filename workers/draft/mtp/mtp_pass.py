@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import AttentionInterface
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
+from workers.draft.common.modules.captured_windows import capture_of
 from workers.draft.common.modules.context_store import ContextMemory, ContextStore
 from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextShape
 from workers.draft.common.modules.pass_of_salt import PassOfSalt
@@ -22,9 +22,9 @@ from workers.draft.common.modules.served_module import computed_type, make_short
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.eagle.eagle_drafter import LEAST_SCRATCH, EagleTreeDrafter
 from workers.draft.eagle.eagle_growth import GrowthLimits
-from workers.draft.eagle.eagle_pass import EaglePiece, tokens_and_positions, wanted_rows
+from workers.draft.eagle.head_pass import HeadPass, wanted_rows
 from workers.draft.mtp import MtpSettings
-from workers.forward.window_attention import WindowAttention, WindowHeads, WindowStep
+from workers.forward.window_attention import WindowAttention, WindowBuffers, WindowHeads, WindowRows, WindowStep
 from workers.model.devices import choose_device
 from workers.model.draft_card import LAST_TAP, DraftDescription
 from workers.model.drafting.ends import TargetEnds
@@ -72,7 +72,7 @@ def _attend(
     return attended.view(1, query.shape[2], query.shape[1], narrow).to(query.dtype), None
 
 
-class MtpPass:
+class MtpPass(HeadPass):
     """The layer, the target's embedding, and its head. It computes what `EaglePass` computes for EAGLE heads."""
 
     def __init__(
@@ -89,26 +89,37 @@ class MtpPass:
         self._block(torch.zeros(1, size, dtype=self._dtype, device=self.device), first, found)
         self._windows = WindowAttention(found.heads, self.device)
         self.context_shape = ContextShape(1, found.heads.kv_heads, found.heads.width, 0, WHOLE_TEXT, scratch)
-        """What is kept of each position; there is no feature."""
 
     def features(self, taps: Tensor) -> Tensor:
         """Features [tokens, hidden size] of taps [tokens, 1, hidden size]: the target's final norm of them."""
         return self.ends.final_states(taps[:, -1])
 
-    def run(self, features: Tensor, pieces: Sequence[EaglePiece]) -> Tensor:
-        following, positions = tokens_and_positions(pieces)
-        embedded = self.ends.embedding[row_indices(following, self.ends.embedding)]
-        tokens: Tensor = self._layer.embedding_norm(embedded.to(self._dtype))
-        hidden: Tensor = self._layer.hidden_norm(features.to(self._dtype))
-        entered = functional.linear(torch.cat([tokens, hidden], dim=-1), self._layer.projection)
-        step = self._windows.plan([piece.window for piece in pieces], positions)
-        outputs = self._block(entered, step.positions, step)
-        found: Tensor = self._layer.output_norm(wanted_rows(outputs, pieces))
-        return found.float()
+    @property
+    def windows(self) -> WindowAttention | None:
+        return self._windows
+
+    def launched(self, features: Tensor, rows: WindowRows) -> Tensor:
+        entered = self._entered(features, row_indices(rows.tokens, self.ends.embedding))
+        step = self._windows.plan(rows.pieces, rows.positions)
+        return self._normalised(wanted_rows(self._block(entered, step.positions, step), rows))
+
+    def computed(self, inputs: WindowBuffers) -> Tensor:
+        entered = self._entered(inputs.features, inputs.tokens)
+        return self._normalised(self._block(entered, inputs.step.positions, inputs.step)[inputs.wanted])
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Logits [rows, vocabulary] of outputs [rows, hidden size]."""
         return self._head(outputs)
+
+    def _entered(self, features: Tensor, following: Tensor) -> Tensor:
+        """What enters the decoder layer [tokens, hidden size]; `following` [tokens] are the next tokens."""
+        tokens: Tensor = self._layer.embedding_norm(self.ends.embedding[following].to(self._dtype))
+        hidden: Tensor = self._layer.hidden_norm(features.to(self._dtype))
+        return functional.linear(torch.cat([tokens, hidden], dim=-1), self._layer.projection)
+
+    def _normalised(self, outputs: Tensor) -> Tensor:
+        found: Tensor = self._layer.output_norm(outputs)
+        return found.float()
 
     def _block(self, rows: Tensor, positions: Tensor, step: WindowStep | _FoundHeads) -> Tensor:
         """The decoder layer's output [tokens, hidden size] of its input of this shape."""
@@ -150,5 +161,6 @@ def load_mtp_drafter(settings: MtpSettings, draft: DraftSection, target: TargetS
         ContextStore(settings.store_tokens, computed_type(settings.weights)), settings.kept_sequences
     )
     taps = TapReader((LAST_TAP,), target, head.ends.hidden_size)
+    head.capture(capture_of(head.device, target), head.ends.hidden_size, limits.width)
     shortlist = make_shortlist(None, target, head.device)
     return EagleTreeDrafter(PassOfSalt(head), shortlist, taps, draft, memory, limits)

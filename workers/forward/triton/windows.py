@@ -48,11 +48,21 @@ def write_windows(keys: torch.Tensor, values: torch.Tensor, tiles: WindowTiles, 
 
     Heads are contiguous. NaN becomes 0, and infinities the largest finite numbers: a later token may read them, masked.
     """
-    tokens, heads, dim = keys.shape
-    store_windows[(tokens,)](
-        keys, values, tiles.table, tiles.places, layer,
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        HEADS=heads, DIM=dim, VALUE_DIM=values.shape[2], WIDTH=triton.next_power_of_2(heads * dim),
+    _store(keys[None], values[None], tiles, layer)
+
+
+def write_layers(keys: torch.Tensor, values: torch.Tensor, tiles: WindowTiles) -> None:
+    """Store `keys` `[layers, tokens, KV heads, dim]` and `values` of all layers, as `write_windows` does of one."""
+    _store(keys, values, tiles, 0)
+
+
+def _store(keys: torch.Tensor, values: torch.Tensor, tiles: WindowTiles, first: int) -> None:
+    """Store what belongs to the layers from the first one on."""
+    layers, tokens, heads, dim = keys.shape
+    store_windows[(tokens, layers)](
+        keys, values, tiles.table, tiles.places, first,
+        keys.stride(0), keys.stride(1), keys.stride(2), values.stride(0), values.stride(1), values.stride(2),
+        HEADS=heads, DIM=dim, VALUE_DIM=values.shape[3], WIDTH=triton.next_power_of_2(heads * dim),
         MOST=torch.finfo(torch.float32).max,
     )  # fmt: skip
 
@@ -97,21 +107,22 @@ def address(field, IS_ALIGNED: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["first", "key_layer", "value_layer"])
 def store_windows(
-    keys, values, table, places, layer, key_token, key_head, value_token, value_head,
+    keys, values, table, places, first, key_layer, key_token, key_head, value_layer, value_token, value_head,
     HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Store the key and the value of one token."""
-    token = tl.program_id(0).to(tl.int64)
+    """Store the key and the value of one token in one layer."""
+    token, number = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     own, slot = table + tl.load(places + 2 * token) * _FIELDS, tl.load(places + 2 * token + 1).to(tl.int64)
     index = tl.arange(0, WIDTH)
     head, dim = index // DIM, index % DIM
     is_key = head < HEADS
     is_value = is_key & (dim < VALUE_DIM)
-    place = layer * tl.load(own + _LAYER) + head * tl.load(own + _HEAD) + slot * DIM + dim
-    key = tl.load(keys + token * key_token + head * key_head + dim, mask=is_key, other=0.0)
-    value = tl.load(values + token * value_token + head * value_head + dim, mask=is_value, other=0.0)
+    place = (first + number) * tl.load(own + _LAYER) + head * tl.load(own + _HEAD) + slot * DIM + dim
+    key_row, value_row = number * key_layer + token * key_token, number * value_layer + token * value_token
+    key = tl.load(keys + key_row + head * key_head + dim, mask=is_key, other=0.0)
+    value = tl.load(values + value_row + head * value_head + dim, mask=is_value, other=0.0)
     tl.store(address(own + _KEYS, False) + place, finite(key, MOST), mask=is_key)
     tl.store(address(own + _VALUES, False) + place, finite(value, MOST), mask=is_value)
 

@@ -22,8 +22,8 @@ from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
 from workers.distill.memory import HALF
 from workers.distill.target_model import load_target
 from workers.draft.common.modules.context_window import ContextWindow
-from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.feature_pass import FeaturePass
+from workers.draft.eagle.head_pass import committed_piece
 from workers.model.draft_card import DraftDescription, is_written_here
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.public import PublicModule

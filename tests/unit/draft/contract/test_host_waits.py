@@ -11,12 +11,17 @@ from torch import Tensor
 
 from cluster.core.drafting import DraftBudget, Evidence
 from deploy.implied_settings import with_implied_settings
+from tests.support.engines.graph_replay import FakeRecorder
 from tests.support.fakes.host_waits import OnGpu
 from tests.unit.draft.contract.methods import Directories, values
 from tests.unit.draft.contract.rounds import SAMPLINGS, SimulatedSequence, check_proposal
+from workers.draft.block import block_drafter
 from workers.draft.common.modules import layer_stack
+from workers.draft.eagle import eagle_drafter
+from workers.draft.heads import heads_drafter
+from workers.draft.mtp import mtp_pass
 from workers.draft.registry import create, needs_of
-from workers.forward import window_attention
+from workers.forward import graph_sizes, window_attention
 from workers.forward.triton.tiles import WindowTiles
 from workers.serve.configuration import load_configuration
 
@@ -52,6 +57,9 @@ class NoAttention:
         assert len(tiles.places) == len(keys) == len(values)
         self.launches += 1
 
+    def write_layers(self, keys: Tensor, values: Tensor, tiles: WindowTiles) -> None:
+        assert keys.shape[1] == values.shape[1] == len(tiles.places)
+
     def window_attention(
         self, queries: Tensor, tiles: WindowTiles, layer: int, kv_heads: int, value_dim: int, scale: float
     ) -> Tensor:
@@ -59,11 +67,15 @@ class NoAttention:
         return queries.new_zeros((*queries.shape[:2], value_dim))
 
 
+@pytest.mark.parametrize("is_captured", [False, True], ids=["launched", "captured"])
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_waits_but_the_reading_of_candidates(
-    name: str, directories: Directories, monkeypatch: pytest.MonkeyPatch
+    name: str, is_captured: bool, directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = NoAttention()
+    kernels, recorder = NoAttention(), FakeRecorder()
+    for module in (block_drafter, eagle_drafter, heads_drafter, mtp_pass):
+        monkeypatch.setattr(module, "capture_of", lambda *_: recorder if is_captured else None)
+    monkeypatch.setattr(graph_sizes, "_ROWS", (4,))
     monkeypatch.setattr(layer_stack, "pack_window_layers", lambda *_: None)  # torch computes the layers, as on a GPU
     monkeypatch.setattr(window_attention, "kernels_for", lambda *_: kernels)
     configuration = with_implied_settings(load_configuration(values(name, directories)))
@@ -73,7 +85,7 @@ def test_nothing_waits_but_the_reading_of_candidates(
         SimulatedSequence(f"s{number}", random.Random(number), needs, sampling)
         for number, sampling in enumerate(SAMPLINGS)
     ]
-    drafted, waits = 0, list[str]()
+    recorded, drafted, waits = recorder.recorded, 0, list[str]()
     for turn in range(ROUNDS):
         rows = [sequence.row(DraftBudget(8, 5)) for sequence in sequences]
         with OnGpu(notices_copies=True) as gpu:
@@ -89,6 +101,8 @@ def test_nothing_waits_but_the_reading_of_candidates(
     assert drafted > 0
     assert set(waits) == {"tolist"}
     assert (kernels.launches > 0) is (name not in ("blockwise", "heads"))
+    assert (recorder.replayed > 0) is is_captured
+    assert recorder.recorded == recorded, "nothing is captured while serving"
 
 
 def test_the_fake_notices_copies_that_wait() -> None:

@@ -13,8 +13,9 @@ from tests.unit.draft.rows import SAMPLED, SIZE, STATES, TAPS, TOKENS, row
 from workers.draft.common.modules.context_store import ContextStore
 from workers.draft.common.trees.calibration import Calibration
 from workers.draft.eagle.eagle_growth import EagleGrowth
-from workers.draft.eagle.eagle_pass import EaglePass, committed_piece
+from workers.draft.eagle.eagle_pass import EaglePass
 from workers.draft.eagle.eagle_session import EagleSession
+from workers.draft.eagle.head_pass import committed_piece
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.files import Drafter, load_drafter
 

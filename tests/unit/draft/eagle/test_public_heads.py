@@ -27,8 +27,8 @@ from tests.support.models.public_drafts import DRAFTED, HIDDEN, LLAMA, Tensors
 from tests.support.models.shown_target import Shown, shown_target
 from tests.unit.draft.eagle.conftest import KNOWN, LAYERS, STEPS, TOKENS
 from workers.draft.common.modules.context_window import ContextWindow
-from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.feature_pass import FeaturePass
+from workers.draft.eagle.head_pass import committed_piece
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.public import PublicModule
 from workers.verify.evidence import resolve_taps

@@ -29,7 +29,7 @@ from tests.support.models import mtp_targets, quantized, tiny
 from tests.support.models.drafting_evidence import drafter_of, shown_states
 from tests.support.models.mtp_targets import FAMILIES, LAYERS, OTHERS, names_of
 from workers.draft.common.modules.context_window import ContextWindow
-from workers.draft.eagle.eagle_pass import committed_piece
+from workers.draft.eagle.head_pass import committed_piece
 from workers.draft.mtp import MtpSettings
 from workers.draft.mtp.mtp_pass import MtpPass, load_mtp_pass
 

@@ -20,7 +20,7 @@ from tests.support.models import mtp_targets, tiny, tiny_tokenizer
 from tests.unit.draft.contract.methods import VOCABULARY
 from tests.unit.draft.contract.test_public_drafts import answers, answers_alone, configured
 from workers.draft.common.modules.context_window import ContextWindow
-from workers.draft.eagle.eagle_pass import committed_piece
+from workers.draft.eagle.head_pass import committed_piece
 from workers.draft.mtp import MtpSettings
 from workers.draft.mtp.mtp_pass import load_mtp_pass
 from workers.model.formats.registry import read_draft

@@ -13,8 +13,8 @@ from tests.support.models import public_drafts
 from tests.support.models.draft_references import Eagle3
 from tests.unit.serve.learning.served import Served
 from workers.draft.common.modules.context_window import ContextWindow
-from workers.draft.eagle.eagle_pass import committed_piece
 from workers.draft.eagle.feature_pass import FeaturePass
+from workers.draft.eagle.head_pass import committed_piece
 from workers.model.draft_card import VOCABULARY, WEIGHTS
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.public import PublicModule

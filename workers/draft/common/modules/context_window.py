@@ -101,6 +101,20 @@ class ContextWindow:
         self._write(slot, last, rows.part(skipped, end - first))
         self._known[slot:last] = True
 
+    def receives(self, first: int, count: int) -> bool:
+        """Whether all of so many positions from `first` on have a place in the window."""
+        return first >= self.oldest and count <= self._shape.window
+
+    def receive(self, first: int, count: int) -> tuple[WindowPiece, Tensor]:
+        """Slots for positions that `receives` accepts, and views of their features. The caller writes them at once.
+
+        They are known from now on.
+        """
+        self._reserve(first, first + count)
+        slot, rows = first - self._origin, self._rows
+        self._known[slot : slot + count] = True
+        return WindowPiece(rows.keys, rows.values, slot, count, None), rows.features[slot : slot + count]
+
     def stored(self, first: int, end: int) -> ContextRows:
         """Views of positions that are known."""
         return self._rows.part(first - self._origin, end - self._origin)

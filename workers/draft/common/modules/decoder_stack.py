@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from workers.draft.common.modules.layer_stack import RotaryTable, Rotation
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import Product, make_product
+from workers.draft.common.modules.stream_operations import StreamOperations, operations_on
 from workers.forward.native.window_layers import WindowPiece
-from workers.forward.window_attention import WindowAttention, WindowHeads
+from workers.forward.window_attention import WindowAttention, WindowHeads, WindowStep
 from workers.model.drafting.ends import rms_norm
 from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import ConvolutionShape, DecoderShape, MaskedBlockShape
@@ -46,8 +46,10 @@ class DecoderStack:
         device = next(iter(module.tensors.values())).device
         self._rotary = RotaryTable(body.rope, body.head_width, device)
         self.layers = [_Layer(module, body, number, weights, directory) for number in range(body.layers)]
+        self._operations = operations_on(device, body.hidden_size, body.intermediate_size)
+        self._epsilon = body.norm_epsilon
         heads = WindowHeads(body.heads, body.kv_heads, body.head_width, body.head_width)
-        self._windows = WindowAttention(heads, device)
+        self.windows = WindowAttention(heads, device)
 
     def run(
         self,
@@ -62,16 +64,30 @@ class DecoderStack:
         `positions`. `first_inputs` [tokens, inputs] are what the first layer's attention reads in place of the
         normalised stream. No two pieces share slots.
         """
-        step = self._windows.plan(pieces, positions)
-        rotation = self._rotary.at(step.positions)
+        return self.computed(residual, self.windows.plan(pieces, positions), first_inputs)
+
+    def computed(self, residual: Tensor, step: WindowStep, first_inputs: Tensor | None = None) -> Tensor:
+        """What `run` returns, with attention that is planned already."""
+        rotation, operations = self._rotary.at(step.positions), self._operations
+        residual = residual.contiguous()
+        added: Tensor | None = None  # to the stream, by the last layer
         for number, layer in enumerate(self.layers):
-            inputs = layer.normalised(residual) if number or first_inputs is None else first_inputs
+            if added is not None and layer.input_norm is not None:
+                residual, inputs = operations.add_and_normalize(residual, added, layer.input_norm, self._epsilon)
+            else:
+                residual = residual if added is None else residual + added
+                inputs = residual
+                if layer.input_norm is not None:
+                    inputs = operations.normalize(residual, layer.input_norm, self._epsilon)
+            if number == 0 and first_inputs is not None:
+                inputs = first_inputs
             kernels = None
             if layer.convolution is not None:
                 inputs, kernels = layer.convolution.before(inputs)
-            attended = step.attend(number, *layer.project(inputs, rotation))
-            residual = layer.output(residual, attended, kernels)
-        return residual
+            attended = layer.attended(step.attend(number, *layer.project(inputs, rotation)), kernels)
+            residual, inputs = operations.add_and_normalize(residual, attended, layer.post_norm, self._epsilon)
+            added = layer.mlp(inputs, operations)
+        return residual if added is None else residual + added
 
 
 class BlockConvolution:
@@ -133,17 +149,13 @@ class _Layer:
         self._joined = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self._out, self._down = product("self_attn.o_proj"), product("mlp.down_proj")
         self._gate_up = product("mlp.gate_proj", "mlp.up_proj")
-        self._input_norm, self._query_norm, self._key_norm = map(
+        self.input_norm, self._query_norm, self._key_norm = map(
             norm, ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm")
         )
-        self._post_norm = module.tensors[f"{name}.post_attention_layernorm.weight"].float()
+        self.post_norm = module.tensors[f"{name}.post_attention_layernorm.weight"].float()
         self.convolution, self._mlp_convolution = (
             _convolution(module, f"{name}.{part}_conv", weights, directory) for part in ("attention", "mlp")
         )
-
-    def normalised(self, residual: Tensor) -> Tensor:
-        """The inputs of the attention, [tokens, hidden size]."""
-        return residual if self._input_norm is None else rms_norm(residual, self._input_norm, self._body.norm_epsilon)
 
     def project(self, inputs: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [tokens, heads, head width], keys and values [tokens, KV heads, head width], rotated."""
@@ -156,24 +168,26 @@ class _Layer:
             keys = rms_norm(keys, self._key_norm, body.norm_epsilon)
         return rotation.apply(queries), rotation.apply(keys), values
 
-    def output(self, residual: Tensor, attended: Tensor, kernels: Tensor | None = None) -> Tensor:
-        """The residual [tokens, hidden size] after the layer; `attended` [tokens, heads x head width].
+    def attended(self, heads: Tensor, kernels: Tensor | None = None) -> Tensor:
+        """What attention adds to the stream [tokens, hidden size], of its heads [tokens, heads x head width].
 
         `kernels` are those that `convolution` returned for the inputs.
         """
-        found = self._out(attended)
+        found = self._out(heads)
         if self.convolution is not None and kernels is not None:
             found = self.convolution.after(found, kernels)
-        residual = residual + found
-        inputs = rms_norm(residual, self._post_norm, self._body.norm_epsilon)
-        if self._mlp_convolution is None:
-            return residual + self._mlp(inputs)
-        inputs, kernels = self._mlp_convolution.before(inputs)
-        return residual + self._mlp_convolution.after(self._mlp(inputs), kernels)
+        return found
 
-    def _mlp(self, inputs: Tensor) -> Tensor:
+    def mlp(self, inputs: Tensor, operations: StreamOperations) -> Tensor:
+        """What the feed-forward network adds to the stream, of normalised inputs [tokens, hidden size]."""
+        kernels = None
+        if self._mlp_convolution is not None:
+            inputs, kernels = self._mlp_convolution.before(inputs)
         gate, up = self._gate_up(inputs).chunk(2, dim=-1)
-        return self._down(silu(gate) * up)
+        found = self._down(operations.silu_mul(gate, up))
+        return (
+            found if self._mlp_convolution is None or kernels is None else self._mlp_convolution.after(found, kernels)
+        )
 
 
 def _convolution(module: PublicModule, name: str, weights: Weights, directory: str | None) -> BlockConvolution | None:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from workers.draft.common.modules.module_settings import Weights
 from workers.draft.common.modules.product import make_product, stored_type
+from workers.draft.common.modules.stream_operations import StreamOperations, TorchOperations, operations_on
 from workers.forward.native.packed_linear import InputNorm
 from workers.forward.native.window_layers import LayerWeights, WindowPiece, WindowShape, pack_window_layers
-from workers.forward.window_attention import WindowAttention, WindowHeads
+from workers.forward.window_attention import WindowAttention, WindowHeads, WindowStep
 from workers.model.drafting.layer import DrafterLayer
 from workers.model.drafting.public import rotary_steps
 from workers.model.public_shapes import RopeShape
@@ -58,12 +58,20 @@ class LayerStack:
         own = WindowShape(shape.heads, shape.kv_heads, shape.head_width, shape.norm_epsilon, shape.rope_theta)
         given = [_weights_of(layer, norm) for layer, norm in zip(layers, input_norms, strict=True)]
         self._packed = pack_window_layers(given, own, stored_type(weights, directory), directory)
+        self.windows: WindowAttention | None = None
+        """What attends where the CPU kernels do not compute the layers."""
         if self._packed is None:
             device = layers[0].q_proj.weight.device
             self._rotary = RotaryTable(RopeShape(shape.rope_theta), shape.head_width, device)
-            self._layers = [_TorchLayer(one, own, weights) for one in given]
+            inner, hidden = given[0].gate.shape
+            normalises = products_normalise(device)
+            self._operations: StreamOperations = (
+                _NormsInProducts() if normalises else operations_on(device, hidden, inner)
+            )
+            self._epsilon = own.epsilon
+            self._layers = [_TorchLayer(one, own, weights, normalises=normalises) for one in given]
             heads = WindowHeads(shape.heads, shape.kv_heads, shape.head_width, shape.head_width)
-            self._windows = WindowAttention(heads, device)
+            self.windows = WindowAttention(heads, device)
 
     def run(self, residual: Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece]) -> Tensor:
         """Write the keys and values of all pieces; return the residual stream after the layers.
@@ -72,36 +80,77 @@ class LayerStack:
         """
         if self._packed is not None:
             return self._packed.run(residual, positions, pieces)
-        step = self._windows.plan(pieces, positions)
-        rotation = self._rotary.at(step.positions)
-        for number, layer in enumerate(self._layers):
-            residual = layer.output(residual, step.attend(number, *layer.project(residual, rotation)))
-        return residual
+        if self.windows is None:
+            raise TypeError("layers without packed weights have no attention")
+        return self.computed(residual, self.windows.plan(pieces, positions))
+
+    def computed(self, residual: Tensor, step: WindowStep) -> Tensor:
+        """What `run` returns, by torch, with attention that is planned already."""
+        rotation, operations, epsilon = self._rotary.at(step.positions), self._operations, self._epsilon
+        residual = residual.contiguous()
+        first, *others = self._layers
+        inputs = operations.normalize(residual, first.input_norm, epsilon)
+        added = residual
+        for number, (layer, following) in enumerate(zip(self._layers, [*others, None], strict=True)):
+            attended = layer.attended(step.attend(number, *layer.project(inputs, rotation)))
+            residual, inputs = operations.add_and_normalize(residual, attended, layer.post_norm, epsilon)
+            added = layer.mlp(inputs, operations)
+            if following is not None:
+                residual, inputs = operations.add_and_normalize(residual, added, following.input_norm, epsilon)
+        return residual + added
+
+
+def products_normalise(device: torch.device) -> bool:
+    """Whether products on this device normalise what they read: CPU kernels do so in the same call."""
+    return device.type == "cpu"
+
+
+class _NormsInProducts(TorchOperations):
+    """The operations where the products of a CPU normalise what they read."""
+
+    def normalize(self, rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:  # noqa: ARG002
+        return rows
+
+    def add_and_normalize(
+        self,
+        rows: Tensor,
+        added: Tensor,
+        weight: Tensor,  # noqa: ARG002
+        epsilon: float,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        sums = rows + added
+        return sums, sums
 
 
 class _TorchLayer:
-    """One layer whose queries, keys and values come from one product of the residual."""
+    """One layer whose queries, keys and values come from one product."""
 
-    def __init__(self, layer: LayerWeights, shape: WindowShape, weights: Weights) -> None:
+    def __init__(self, layer: LayerWeights, shape: WindowShape, weights: Weights, *, normalises: bool) -> None:
+        """`normalises`: whether the products normalise what they read."""
         self._shape = shape
         size = len(layer.input_norm)
-        norms = [InputNorm(norm, shape.epsilon, size) for norm in (layer.input_norm, layer.post_norm)]
+        self.input_norm, self.post_norm = layer.input_norm.detach().float(), layer.post_norm.detach().float()
+        given = (layer.input_norm, layer.post_norm)
+        norms = [InputNorm(norm, shape.epsilon, size) if normalises else None for norm in given]
         self._joined = make_product(layer.qkv, weights, None, norms[0])
         self._out, self._down = make_product(layer.out, weights), make_product(layer.down, weights)
         self._gate_up = make_product(torch.cat([layer.gate, layer.up]), weights, None, norms[1])
 
-    def project(self, residual: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, inputs: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [tokens, heads, head width], keys and values [tokens, KV heads, head width], rotated."""
         heads, both = self._shape.heads, self._shape.heads + self._shape.kv_heads
-        joined = self._joined(residual).view(len(residual), -1, self._shape.head_width)
+        joined = self._joined(inputs).view(len(inputs), -1, self._shape.head_width)
         rotated = rotation.apply(joined[:, :both])
         return rotated[:, :heads], rotated[:, heads:], joined[:, both:]
 
-    def output(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The residual [tokens, hidden size] after the layer; `attended` [tokens, heads × head width]."""
-        residual = residual + self._out(attended)
-        gate, up = self._gate_up(residual).chunk(2, dim=-1)
-        return residual + self._down(functional.silu(gate) * up)
+    def attended(self, heads: Tensor) -> Tensor:
+        """What attention adds to the stream [tokens, hidden size], of its heads [tokens, heads × head width]."""
+        return self._out(heads)
+
+    def mlp(self, inputs: Tensor, operations: StreamOperations) -> Tensor:
+        """What the feed-forward network adds to the stream [tokens, hidden size]."""
+        gate, up = self._gate_up(inputs).chunk(2, dim=-1)
+        return self._down(operations.silu_mul(gate, up))
 
 
 def _weights_of(layer: DrafterLayer, input_norm: Tensor) -> LayerWeights:

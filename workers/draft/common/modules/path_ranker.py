@@ -34,10 +34,12 @@ class PathRanker:
         `contexts` [rows x depths] are those of the decisions at each depth. At most `siblings` candidates are listed
         below one.
         """
+        return self.rank_logits(self.logits(hidden), hidden, contexts, siblings)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [rows x depths, draft vocabulary] of vectors for the head, float32 [rows, depths, hidden size]."""
         logits = self._head(hidden.flatten(0, 1))
-        if self._bias is not None:
-            logits = logits + self._bias
-        return self.rank_logits(logits, hidden, contexts, siblings)
+        return logits if self._bias is None else logits + self._bias
 
     def rank_logits(
         self, logits: Tensor, hidden: Tensor, contexts: Sequence[DecisionContext], siblings: int
