@@ -141,7 +141,9 @@ def test_a_gpu_takes_more_for_k_quants(tmp_path: Path) -> None:
         lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
         *(tmp_path / "model.gguf", torch.bfloat16, Share(0, 1)),
     )
-    matrices = {id(one.storage): one.storage for one in module.modules() if isinstance(one, StoredLinear)}
+    matrices: dict[int, Any] = {
+        id(one.storage): one.storage for one in module.modules() if isinstance(one, StoredLinear)
+    }
     held = sum(storage.gpu_nbytes for storage in matrices.values()) + sum(one.nbytes for one in module.parameters())
     assert stored_bytes(directory, "bfloat16", on_gpu=True) == held > (stored_bytes(directory, "bfloat16") or 0)
 
