@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.models import tiny
-from tests.support.models.shown_target import shown_target
+from tests.support.models.computed_states import computed_target
 from tests.unit.distill.dspark import test_dspark_training as spark
 from tests.unit.distill.eagle3 import test_eagle3_training as eagle
 from tests.unit.draft.block.test_public_blocks import load_served
@@ -101,7 +101,7 @@ class SpeculatorsDrafts:
 
     def _write_dspark(self, folder: str, kind: Literal["vanilla", "gated", "rnn"]) -> tuple[str, Any]:
         text = Answer("one", "", 0.0, False, tuple(self._tokens[:5].tolist()), tuple(self._tokens[5:].tolist()))
-        texts = TextRows(shown_target(self._model, spark.TAPS), [text], length=spark.ROW)
+        texts = TextRows(computed_target(self._model, spark.TAPS), [text], length=spark.ROW)
         module = spark.random_module(self._model, texts, kind)
         (self._directory / folder).mkdir()
         spark.write(module, self._directory / folder / "draft")

@@ -1,40 +1,40 @@
-"""A target that computes the hidden states of texts when they are read, as if they had been stored."""
+"""A tiny target, and what it computes for one text: the references of public drafts read it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from workers.distill.answers import Answer
-from workers.distill.stored_target import StoredTarget
-
-
-class ComputedStates:
-    """The taps and the last layer's output of texts, in the type of a target. It is a `TapSource`."""
-
-    def __init__(self, target: PreTrainedModel, taps: Sequence[int]) -> None:
-        self._target = target
-        self._taps = tuple(taps)
-        self.width = (len(self._taps) + 1) * int(target.config.hidden_size)
-
-    def has(self, _: Answer) -> bool:
-        return True
-
-    def of(self, answer: Answer) -> Tensor:
-        last: list[Tensor] = []
-        hook = self._target.get_decoder().norm.register_forward_pre_hook(lambda _, given: last.append(given[0]))
-        try:
-            with torch.inference_mode():
-                tokens = torch.tensor([[*answer.prompt, *answer.answer]])
-                found = self._target.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        finally:
-            hook.remove()
-        return torch.cat([*(found.hidden_states[tap] for tap in self._taps), *last], dim=-1)[0]
+from tests.support.models import tiny
 
 
-def shown_target(target: PreTrainedModel, taps: Sequence[int]) -> StoredTarget:
-    """The target with the states of all texts. The taps are those of all its layers but the last one."""
-    return StoredTarget(target, ComputedStates(target, taps))
+@dataclass(frozen=True)
+class Shown:
+    """A target and its hidden states over a text, [tokens, hidden size] each."""
+
+    directory: Path
+    states: Sequence[Tensor]
+    """Entry i is the input of layer i, and the last one the output of the last layer before the final norm."""
+    final: Tensor
+    """The last hidden state after the final norm."""
+    embedding: Tensor
+    head: Tensor
+
+
+def shown_target(directory: Path, layers: int, tokens: Sequence[int], config: PreTrainedConfig | None = None) -> Shown:
+    """Save a model of random weights, a Llama without another configuration, and run it over a text."""
+    tiny.save(directory, config or tiny.llama(num_hidden_layers=layers, rope_theta=5e5))
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    last: list[Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][0]))
+    with torch.no_grad():
+        found = model(torch.tensor([tokens]), output_hidden_states=True)
+    *states, final = (one[0] for one in found.hidden_states)
+    return Shown(
+        directory, [*states, *last], final, model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.support.models import drafting_modules, tiny
-from tests.support.models.shown_target import shown_target
+from tests.support.models.computed_states import computed_target
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
 from tests.unit.distill.eagle3.test_eagle3_training import random_head, shape
 from workers.distill.answers import Answer, Leading
@@ -71,7 +71,7 @@ def test_blocks_have_the_probabilities_that_a_pass_of_the_target_gives(
 ) -> None:
     states = states_of(target, known)
     shown = TextRows.shown(known, lambda answer: states[answer.key], length=ROW)
-    computed = TextRows(shown_target(target, TAPS), known, length=ROW)
+    computed = TextRows(computed_target(target, TAPS), known, length=ROW)
     rows = torch.arange(shown.rows)
     anchors = torch.tensor([one[:8] for one in shown.all_anchors(rows)])
     (_, found), (_, wanted) = (texts.blocks(rows, anchors, 3) for texts in (shown, computed))
@@ -95,7 +95,9 @@ def test_roll_outs_have_the_probabilities_that_the_target_s_last_states_give(
     card = drafting_modules.card_for(directory, "heads", (3,))
     states = states_of(target, known)
     shown = TextStates.shown(known, lambda answer: states[answer.key]).batch(range(len(known)))
-    computed = TextStates(shown_target(target, TAPS), known, max_length=ROW, batch_tokens=64).batch(range(len(known)))
+    computed = TextStates(computed_target(target, TAPS), known, max_length=ROW, batch_tokens=64).batch(
+        range(len(known))
+    )
     ends = load_ends(directory, card, vocabulary, torch.float32, CPU)
     training = ServedTraining(ends, random_head(shape()), RollOutPlan(is_bfloat16=False, steps=1))
     each = shown.tokens.shape[1] - 2

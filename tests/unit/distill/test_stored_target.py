@@ -26,8 +26,8 @@ from deploy.distillation.execute import execute
 from deploy.distillation.rank_writer import RankWriter
 from deploy.local import local_cluster
 from tests.support.models import quantized
+from tests.support.models.computed_states import computed_target
 from tests.support.models.plain_generation import greedy_texts
-from tests.support.models.shown_target import shown_target
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, Command
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.eagle3.states import TextStates
@@ -56,7 +56,7 @@ def test_texts_have_the_states_that_were_stored(
 
     read, computed = (
         TextStates(one, some, max_length=64, batch_tokens=48).batch([1, 0, 2])
-        for one in (stored(target, directory, some, tmp_path), shown_target(target, TAPS))
+        for one in (stored(target, directory, some, tmp_path), computed_target(target, TAPS))
     )
 
     assert read.lengths.tolist() == [PROMPT + 4, PROMPT + LENGTH, PROMPT + LENGTH]

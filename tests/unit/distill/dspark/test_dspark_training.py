@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SamplingParameters
 from tests.support.models import tiny
-from tests.support.models.shown_target import shown_target
+from tests.support.models.computed_states import computed_target
 from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
 from workers.distill.dspark import rows
@@ -47,7 +47,7 @@ GREEDY = SamplingParameters(temperature=0.0)
 def texts(target: PreTrainedModel, answers: tuple[Answer, ...]) -> TextRows:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "_BATCH_TOKENS", 64)  # states in several parts
-        return TextRows(shown_target(target, TAPS), answers, length=ROW)
+        return TextRows(computed_target(target, TAPS), answers, length=ROW)
 
 
 def random_module(
@@ -145,7 +145,7 @@ def test_goals_and_trained_logits_have_the_factor_of_the_target(tmp_path: Path) 
     directory = tiny.save(tmp_path / "target", tiny.granite(num_hidden_layers=LAYERS, logits_scaling=6.0))
     target = load_target(directory, CPU)
     text = (3, 9, 4, 8, 11, 30, 41, 7)
-    texts = TextRows(shown_target(target, TAPS), [Answer("one", "", 0.0, False, text[:3], text[3:])], length=ROW)
+    texts = TextRows(computed_target(target, TAPS), [Answer("one", "", 0.0, False, text[:3], text[3:])], length=ROW)
 
     _, goal = texts.blocks(torch.tensor([0]), torch.tensor([[3]]), 1)
 

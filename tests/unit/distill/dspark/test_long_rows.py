@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.support.models import tiny
-from tests.support.models.shown_target import shown_target
+from tests.support.models.computed_states import computed_target
 from tests.unit.distill.dspark.test_dspark_training import SLOTS, TAPS, head_of, random_module
 from workers.distill.answers import Answer
 from workers.distill.dspark.rows import TextRows
@@ -55,7 +55,7 @@ def test_texts_in_rows_of_8192_tokens_have_the_losses_of_each_alone(
     target: PreTrainedModel, answers: list[Answer]
 ) -> None:
     """No block attends to another text, and positions begin again with each."""
-    packed = TextRows(shown_target(target, TAPS), answers, length=LONGEST)
+    packed = TextRows(computed_target(target, TAPS), answers, length=LONGEST)
     assert packed.rows == 2 and packed.tokens == sum(LENGTHS)
     module = random_module(target, packed)
     training = BlockTraining(head_of(target), module, BlockPlan(is_bfloat16=False, steps=1))
@@ -69,7 +69,7 @@ def test_texts_in_rows_of_8192_tokens_have_the_losses_of_each_alone(
             assert packed.text(row, begin)[: LENGTHS[number]] == [*answer.prompt, *answer.answer]
             places += [begin + place for place in own_anchors(answer)]
             begin += LENGTHS[number]
-            alone = TextRows(shown_target(target, TAPS), [answer], length=LENGTHS[number])
+            alone = TextRows(computed_target(target, TAPS), [answer], length=LENGTHS[number])
             wanted.append(losses(training, alone, 0, own_anchors(answer)))
         found.append(len(numbers) * losses(training, packed, row, places))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.support.models import tiny
-from tests.support.models.shown_target import shown_target
+from tests.support.models.computed_states import computed_target
 from tests.unit.distill.conftest import LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
 from workers.distill.eagle3.head import Eagle3Head
@@ -163,7 +163,7 @@ def test_weights_are_spread_over_small_files(directory: Path, tmp_path: Path) ->
 def test_texts_shorter_than_a_roll_out_are_measured(target: PreTrainedModel) -> None:
     """A draft can predict two tokens of an answer of three after a prompt of two."""
     answer = Answer("a", "", 0.0, False, (3, 4), (5, 6, 7))
-    texts = TextStates(shown_target(target, TAPS), [answer], max_length=64, batch_tokens=64)
+    texts = TextStates(computed_target(target, TAPS), [answer], max_length=64, batch_tokens=64)
     plan = RollOutPlan(steps=1, depths=8, is_bfloat16=False)
 
     found = RollOutTraining(target, random_head(shape()), torch.tensor(DRAFTED), plan).measure(texts)
@@ -176,7 +176,7 @@ def test_texts_shorter_than_a_roll_out_are_measured(target: PreTrainedModel) -> 
 def test_a_head_learns_to_draft_the_texts(target: PreTrainedModel, answers: tuple[Answer, ...], loss: str) -> None:
     torch.manual_seed(0)
     head = Eagle3Head(shape(), len(DRAFTED))
-    texts = TextStates(shown_target(target, TAPS), answers, max_length=64, batch_tokens=128)
+    texts = TextStates(computed_target(target, TAPS), answers, max_length=64, batch_tokens=128)
     plan = RollOutPlan(steps=60, depths=DEPTHS, learning_rate=1e-2, batch_tokens=240, is_bfloat16=False, loss=loss)
     training = RollOutTraining(target, head, torch.tensor(DRAFTED), plan)
     before = training.measure(texts)
@@ -193,7 +193,7 @@ def test_a_head_learns_to_draft_the_texts(target: PreTrainedModel, answers: tupl
 
 def test_stored_states_are_those_of_the_target(target: PreTrainedModel, answers: tuple[Answer, ...]) -> None:
     some = [answers[0], replace(answers[1], answer=answers[1].answer[:4])]
-    texts = TextStates(shown_target(target, TAPS), some, max_length=64, batch_tokens=16)
+    texts = TextStates(computed_target(target, TAPS), some, max_length=64, batch_tokens=16)
 
     batch = texts.batch([1, 0])
 
@@ -211,7 +211,7 @@ def test_goals_have_the_factor_of_the_target(tmp_path: Path) -> None:
     target = load_target(tiny.save(tmp_path, config), CPU)
     text, vocabulary = (3, 9, 4, 8, 11, 30, 41, 7), torch.tensor(DRAFTED)
     answer = Answer("one", "", 0.0, False, text[:3], text[3:])
-    batch = TextStates(shown_target(target, TAPS), [answer], max_length=64, batch_tokens=64).batch([0])
+    batch = TextStates(computed_target(target, TAPS), [answer], max_length=64, batch_tokens=64).batch([0])
 
     found = target_probabilities(target, batch.final[0], vocabulary)
 

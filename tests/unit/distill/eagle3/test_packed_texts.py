@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from deploy.distillation import eagle3
-from tests.support.models.shown_target import shown_target
+from tests.support.models.computed_states import computed_target
 from tests.unit.distill.eagle3.test_eagle3_training import DEPTHS, DRAFTED, TAPS, random_head, shape
 from workers.distill.answers import Answer
 from workers.distill.eagle3.states import TextBatch, TextStates
@@ -25,7 +25,7 @@ LENGTHS = (14, 3, 9, 6, 12, 5)
 @pytest.fixture(scope="module")
 def texts(target: PreTrainedModel, answers: tuple[Answer, ...]) -> TextStates:
     some = [replace(one, answer=one.answer[:count]) for one, count in zip(answers, LENGTHS, strict=False)]
-    return TextStates(shown_target(target, TAPS), some, max_length=64, batch_tokens=64)
+    return TextStates(computed_target(target, TAPS), some, max_length=64, batch_tokens=64)
 
 
 def training(target: Any, **changes: Any) -> RollOutTraining:
