@@ -94,8 +94,8 @@ class DraftSection(PluginHost):
     take more. A new version removes older ones first that no rollback would serve, then other clients' versions."""
     learn_text_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] | None = None
     """Most memory for texts and their hidden states to learn from, in bytes, in the process that drafts; unset: room
-    for 96 texts of 1,024 tokens, by the width that the draft reads, within 64 MiB and 2 GiB. A training copies a
-    client's part of it into a process of its own."""
+    for 96 texts of 1,024 tokens, by the widths that the draft reads and the last layer has, within 64 MiB and 2 GiB. A
+    training copies a client's part of it into a process of its own."""
     learn_weight_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] | None = None
     """Most memory for learned weights in the process that drafts, in bytes; unset: 256 MiB, or those of one client if
     they take more. Clients beyond it draft with the weights of the draft's files."""
