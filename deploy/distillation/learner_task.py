@@ -83,7 +83,7 @@ class _Columns:
         return ServedText(text.tokens, text.base_len, text.first, own, failures=text.failures)
 
     def goals(self, head: TargetHead | None, text: CollectedText) -> ServedText:
-        """The same with the target's most probable tokens, where its head and its last layer's output are known."""
+        """A text to learn from, with the target's most probable tokens where its head and last layer are known."""
         found = self.text(text)
         if head is None or self.last is None:
             return found
@@ -97,7 +97,7 @@ class _Trainable:
     """A draft that is trained."""
 
     parameters: Mapping[str, Tensor]
-    """Those of its files."""
+    """The parameters that the draft's files have, by name."""
     train: Callable[..., Mapping[str, Tensor]]
     """The training that `parameters`, `texts` and `left_out` are given to."""
     text: Callable[[CollectedText], ServedText]

@@ -182,7 +182,7 @@ def test_trees_of_many_rows_take_as_many_launches_as_one(monkeypatch: pytest.Mon
 
 
 def test_each_layer_launches_the_same_number_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its norms take the additions to the stream before them along, and one kernel gates."""
+    """A layer's two norms each add to the residual stream as well, and one kernel computes SiLU·mul."""
     names = [[kernel.name for kernel in eagle_pass(monkeypatch, 8, layers).eager()] for layers in (1, 2, 3)]
     assert len(names[2]) - len(names[1]) == len(names[1]) - len(names[0])
     assert [one.count("normalize_rows") for one in names] == [2, 4, 6]

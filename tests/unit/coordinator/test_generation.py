@@ -187,7 +187,7 @@ async def test_the_next_step_is_sent_before_readers_get_the_tokens_of_the_former
 async def test_commits_for_a_caller_that_reads_whole_answers_wait_for_the_last_one(
     has_stop_string: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reader finds stop strings, so a request that has some is read at once: later steps would be for nothing."""
+    """A request with stop strings is read at once: its reader finds them, and later steps would be in vain."""
     monkeypatch.setattr(delivery, "HELD_SECONDS", 3600.0)
 
     async def commits_and_steps(wanted: GenerationRequest) -> list[tuple[Commit, int]]:

@@ -90,7 +90,7 @@ def test_blocks_have_the_probabilities_that_a_pass_of_the_target_gives(
 def test_roll_outs_have_the_probabilities_that_the_target_s_last_states_give(
     target: PreTrainedModel, directory: Path, known: list[Answer]
 ) -> None:
-    """Those of the tokens that the head can propose, multiplied by the weight of the token that is predicted."""
+    """Probabilities are of tokens that the head can propose, times the weight of the predicted token."""
     vocabulary = torch.arange(0, tiny.VOCABULARY, 2)
     card = drafting_modules.card_for(directory, "heads", (3,))
     states = states_of(target, known)

@@ -48,7 +48,7 @@ class Kind(IntEnum):
     SUPER_BYTES = 12
     """A kind of scales alone: bytes that a float16 unit of a super-block is multiplied with."""
     SUPER_NIBBLES = 13
-    """The same with halves of bytes: a scale and a minimum in each byte."""
+    """A kind of scales alone: bytes of a scale and a minimum in 4 bits, each times a float16 unit of a super-block."""
 
 
 class Planes(IntEnum):

@@ -101,7 +101,7 @@ class BlockQuantStorage:
     scale_unit: torch.Tensor | None
     """float16 `[out, super-blocks]`: what scales are multiplied with; `None` if they are in float16."""
     minimum_unit: torch.Tensor | None
-    """The same for minima."""
+    """float16 `[out, super-blocks]`: what minima are multiplied with; `None` if they are in float16, or none."""
 
     @property
     def outputs(self) -> int:
@@ -181,7 +181,7 @@ class BlockQuantStorage:
         return replace(found, units=units, super_groups=self.super_block // self.quant.group)
 
     def grouped(self) -> GroupStorage:
-        """The same weights in groups of 4 or 8 bits whose scales and minima are floats."""
+        """These weights in groups of 4 or 8 bits with float scales and minima: the reference of their products."""
         own = self._integers()
         scales, minima = own.scale, own.offsets
         if self.scale_unit is not None:
@@ -191,7 +191,7 @@ class BlockQuantStorage:
         return replace(own, scale=scales, offsets=minima)
 
     def _integers(self) -> GroupStorage:
-        """The same groups without the units: their scales and minima are int8, or float16 if there are no units."""
+        """These weights in groups of 4 or 8 bits without their units: scales and minima are int8 (or float16)."""
         own, held = self.quant, self._held()
         held = held - own.less if own.less else held
         scales, minima = self.scale, self.minimum

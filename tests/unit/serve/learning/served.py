@@ -33,7 +33,7 @@ from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 
 LAYERS = 2
-"""Those of the target."""
+"""Decoder layers of the target."""
 TOKENS = 24
 BUDGET = DraftBudget(3, 3)
 TIMES = 10
