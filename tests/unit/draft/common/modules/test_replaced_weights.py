@@ -7,19 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
+from cluster.core.drafting import NO_DRAFT
 from cluster.core.ids import SequenceId
+from tests.support.engines.graph_replay import FakeRecorder
 from tests.support.models import public_drafts
 from tests.unit.draft.rows import TAPS, draft, row, shown
+from workers.draft.block import block_drafter
 from workers.draft.block.block_drafter import BlockTreeDrafter, ServedBlocks, load_block_drafter
 from workers.draft.common.learning import LearnedWeights, salt_key
+from workers.draft.common.modules import layer_stack
 from workers.draft.common.modules.learned_modules import LearnedModules
 from workers.draft.common.modules.module_settings import ContextModuleSettings
 from workers.draft.common.modules.ranked_paths import TreeForm
+from workers.draft.eagle import eagle_drafter
 from workers.draft.eagle.eagle_drafter import EagleTreeDrafter, load_eagle_drafter
 from workers.draft.eagle.eagle_growth import GrowthLimits
+from workers.forward import graph_sizes, window_attention
+from workers.forward.triton.tiles import WindowTiles
 
 SALT = "a/"
 KEY = salt_key(SALT)
@@ -130,3 +138,59 @@ def test_all_weights_share_what_is_the_targets(make: Make) -> None:
     else:
         assert own._head is learned._head
     assert own._embedding is learned._embedding
+
+
+class NoAttention:
+    """Stands for the kernels over windows. They attend to nothing: layers compute with their products alone."""
+
+    def write_windows(self, keys: Tensor, values: Tensor, tiles: WindowTiles, layer: int) -> None:
+        """Store nothing."""
+
+    def write_layers(self, keys: Tensor, values: Tensor, tiles: WindowTiles) -> None:
+        """Store nothing."""
+
+    def window_attention(
+        self, queries: Tensor, tiles: WindowTiles, layer: int, kv_heads: int, value_dim: int, scale: float
+    ) -> Tensor:
+        return queries.new_zeros((*queries.shape[:2], value_dim))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
+    """What captures the passes of the drafters that are made from now on, as on a GPU, in one size of rows."""
+    found = FakeRecorder()
+    for module in (block_drafter, eagle_drafter):
+        monkeypatch.setattr(module, "capture_of", lambda *_: found)
+    monkeypatch.setattr(graph_sizes, "_ROWS", (4,))
+    monkeypatch.setattr(layer_stack, "pack_window_layers", lambda *_: None)
+    monkeypatch.setattr(window_attention, "kernels_for", lambda *_: NoAttention())
+    return found
+
+
+def test_captured_passes_draft_with_the_weights_of_the_files_alone(recorder: FakeRecorder, make: Make) -> None:
+    """Learned weights draft with passes that are launched, and when they are dropped, graphs are replayed again."""
+    drafter = make(False)
+    weights, captured = weights_of(drafter), recorder.recorded
+    texts = (row(40, 0, [shown(0, 39)], name=name, salt=SALT) for name in ("files", "learned", "files again"))
+    expected = draft(drafter, next(texts))
+    replayed = recorder.replayed
+    assert replayed > 0
+    weights.replace(KEY, others(drafter))
+    assert draft(drafter, next(texts)).tree != expected.tree
+    assert recorder.replayed == replayed
+    weights.replace(KEY, None)
+    assert draft(drafter, next(texts)).tree == expected.tree
+    assert recorder.replayed > replayed
+    assert recorder.recorded == captured, "nothing is captured while serving"
+
+
+def test_what_a_captured_pass_says_of_a_sequence_outlives_the_passes_for_others(
+    recorder: FakeRecorder, make: Make
+) -> None:
+    """A sequence is drafted for again, with another budget, after passes for another one."""
+    drafter, first = make(False), row(40, 0, [shown(0, 39)], name="first", budget=NO_DRAFT)
+    draft(drafter, first, row(30, 0, [shown(0, 29)], name="second"))
+    found = draft(drafter, row(40, 40, name="first"))
+    assert recorder.replayed > 0
+    assert len(found.tree)
+    assert found.tree == draft(make(False), first, row(40, 40, name="first")).tree
