@@ -39,7 +39,7 @@ from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import device_name
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
-from workers.model.stored.quantized_checkpoint import is_dequantized
+from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
 from workers.model.stored.source import stored_alone
 from workers.model.target_ends import read_config
 
@@ -177,7 +177,7 @@ class SingleProcess(ABC):
         cache = Path(tempfile.gettempdir()) / "pilotfish-models"
         given = Path(chosen.target)
         # What is stored quantized is read as it is: the ends, and the layers that a draft begins as.
-        is_stored = given.is_dir() and (is_dequantized(given) or stored_alone(given) is not None)
+        is_stored = given.is_dir() and (_is_computed_stored(given, self.device) or stored_alone(given) is not None)
         self.directory = resolve_model_directory(chosen.target, cache, None, self.tell, stored=is_stored)
         self.config: Any = read_config(self.directory)
 
@@ -469,6 +469,11 @@ python -m deploy.distillation.{self.command} {" ".join(words)}
             plan = replace(plan, ends=ends if is_bounded else None)
             found = BatchedTarget(write, tokenizer, plan)
             yield from found.answers(chain((first,), unknown))
+
+
+def _is_computed_stored(directory: Path, device: torch.device) -> bool:
+    """Whether the serving engine multiplies with a checkpoint's quantized weights on a device as they are stored."""
+    return is_dequantized(directory) and (device.type != "cuda" or QuantizedCheckpoint(directory).has_gpu_products())
 
 
 def _print(line: str) -> None:

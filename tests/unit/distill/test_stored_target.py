@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from cluster.core.errors import ConfigurationError, ModelLoadError, TargetUnavailable
 from deploy.distillation import dspark, eagle3
 from deploy.distillation.conversations import Tokens, Write, WritingPlan
-from deploy.distillation.execute import execute
+from deploy.distillation.execute import _configuration, execute
 from deploy.distillation.rank_writer import RankWriter
 from deploy.local import local_cluster
 from tests.support.models import quantized
@@ -97,6 +97,7 @@ def test_other_layers_have_no_weights(target: PreTrainedModel, directory: Path, 
 QUANTIZED: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
     "awq": (quantized.awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
     "gptq": (quantized.gptq(4, 16), {"quant_method": "gptq", "bits": 4, "group_size": 16}),
+    "nf4": (quantized.nf4(16), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
 
 
@@ -128,6 +129,29 @@ def test_of_quantized_files_the_wanted_layers_alone_are_dequantized(
     assert found.keys() == expected.keys() and any(".layers.3." in name for name in found)
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("of_integers", "device", "is_copied"),
+    [("awq", "cuda", False), ("nf4", "cpu", False), ("nf4", "cuda", True)],
+    indirect=["of_integers"],
+)
+def test_a_training_on_a_gpu_dequantizes_what_gpus_do_not_multiply_as_it_is_stored(
+    of_integers: Path,
+    answers: tuple[Answer, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    is_copied: bool,
+) -> None:
+    """The serving engine, which writes its texts, would refuse it there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    (tmp_path / "temporary").mkdir()
+    run = make_run(of_integers, answers, tmp_path, "eagle3", device=device)
+    target = _configuration(run).target
+    assert target.path == str(run.directory) and (run.directory != of_integers) is is_copied
+    assert target.quantization == ("none" if is_copied else "stored")
 
 
 @pytest.mark.slow
@@ -261,14 +285,21 @@ def test_a_disk_without_room_for_the_states_is_refused_before_the_target_compute
         execute(lambda *_: run, run.options)
 
 
-def make_run(directory: Path, answers: Sequence[Answer], work: Path, kind: str, told: list[str] | None = None) -> Any:
+def make_run(
+    directory: Path,
+    answers: Sequence[Answer],
+    work: Path,
+    kind: str,
+    told: list[str] | None = None,
+    device: str = "cpu",
+) -> Any:
     """A training of one step on texts that are there."""
     (work / "prompts.jsonl").write_text(json.dumps({"question": "What is one?"}) + "\n")
     with AnswerFile(work / "answers.jsonl") as file:
         for answer in answers:
             file.append(answer)
     words = ["--target", str(directory), "--prompts", str(work / "prompts.jsonl"), "--out", str(work / "out")]
-    words += ["--answers", str(work / "answers.jsonl"), "--write-seconds", "0", "--steps", "1", "--device", "cpu"]
+    words += ["--answers", str(work / "answers.jsonl"), "--write-seconds", "0", "--steps", "1", "--device", device]
     words += ["--max-length", str(2 * (PROMPT + LENGTH)), "--max-tokens", str(LENGTH)]
     make, own = (eagle3, ["--vocabulary-size", "48"]) if kind == "eagle3" else (dspark, ["--blocks", "8"])
     return make.Run(make.options([*words, *own]), ([] if told is None else told).append)

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cluster.core.errors import ModelLoadError
-from workers.forward.weights.base import CutRefused, Storage
+from workers.forward.weights.base import CutRefused, NoGpuProduct, Storage
 from workers.forward.weights.plain import PlainStorage
 from workers.model.stored.awq import Awq
 from workers.model.stored.bitsandbytes import BitsAndBytes
@@ -176,6 +176,20 @@ class QuantizedCheckpoint:
                     known[like] = self._nbytes(parameter)
                 found[parameter] = known[like]
         return joined_sizes(found, self._sample)
+
+    def has_gpu_products(self) -> bool:
+        """Whether GPUs multiply with the quantized matrices as they are stored. A few outputs of each kind are read.
+
+        Raises `ModelLoadError`.
+        """
+        found = filter(None, map(self.matrix_of, self._file_of))
+        kinds = {self._signature(parameter): parameter for parameter in found}
+        try:
+            for parameter in kinds.values():
+                self._sample(parameter).words()
+        except NoGpuProduct:
+            return False
+        return True
 
     def _signature(self, parameter: str) -> tuple[tuple[str, object], ...]:
         """What the size of a quantized matrix depends on."""
