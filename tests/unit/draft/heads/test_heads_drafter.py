@@ -16,9 +16,12 @@ from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import ROOT
+from tests.support.engines.graph_replay import FakeRecorder
 from tests.support.models import drafting_modules
 from tests.support.models.drafting_evidence import shown_states
+from workers.draft.common.learning import LearnsOnline, salt_key
 from workers.draft.common.modules.ranked_paths import TreeForm
+from workers.draft.heads import heads_drafter
 from workers.draft.registry import METHODS, create, needs_of
 from workers.model.draft_card import read_card
 from workers.model.draft_shapes import HeadsShape
@@ -36,11 +39,11 @@ def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def configured(target: Path, heads: Path, method: str = "heads", **settings: Any) -> DraftMethod:
+def configured(target: Path, heads: Path, method: str = "heads", learn: str = "off", **settings: Any) -> DraftMethod:
     configuration = load_configuration(
         {
             "target": {"path": str(target), "device": "cpu", "evidence": {"taps": (2,)}},
-            "draft": {"method": method, method: {"path": str(heads)} | settings},
+            "draft": {"method": method, "learn": learn, method: {"path": str(heads)} | settings},
         }
     )
     assert needs_of(configuration.draft).taps == (2,)
@@ -123,6 +126,26 @@ def test_the_tree_of_a_card_is_used_where_the_settings_have_none(target: Path, t
     assert form(5) == TreeForm(8)  # a tree of fewer nodes than may be drafted is not used
     assert form(4, tree="auto") == TreeForm(8)
     assert form(4, tree=[[0], [1]]) == TreeForm(2, frozenset({(0,), (1,)}))
+
+
+def test_captured_passes_draft_with_the_weights_of_the_files_alone(
+    target: Path, heads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, key = FakeRecorder(), salt_key("")
+    monkeypatch.setattr(heads_drafter, "capture_of", lambda *_: recorder)
+    drafter = configured(target, heads, learn="on")
+    assert isinstance(drafter, LearnsOnline)
+    weights = drafter.weights
+    assert weights is not None
+    expected = drafter.propose([opening("files")])[0].tree
+    replayed = recorder.replayed
+    assert replayed > 0
+    weights.replace(key, {name: value.roll(1, 0) for name, value in weights.of(key).items()})
+    assert drafter.propose([opening("learned")])[0].tree != expected
+    assert recorder.replayed == replayed
+    weights.replace(key, None)
+    assert drafter.propose([opening("files again")])[0].tree == expected
+    assert recorder.replayed > replayed
 
 
 def test_settings_that_cannot_work_are_refused(target: Path, heads: Path, tmp_path: Path) -> None:
