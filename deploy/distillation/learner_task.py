@@ -33,6 +33,8 @@ from workers.serve.learning.messages import NOISE, Candidate, Task, steps_saved
 
 _STEPS = {"heads": 200, "eagle": 100, "block": 100, LAYERS: 100}
 """Steps of a training by the kind of the draft. Those with layers take longer."""
+_MOST_PRODUCTS = 2e12
+"""Most products of two numbers by which one training learns the target's probabilities: about a minute of one core."""
 
 
 def run() -> None:
@@ -56,7 +58,7 @@ def learn(task: Task) -> Candidate:
     if saved > NOISE:
         return Candidate(original, before, first, tokens)
     best, after = (original, first) if saved > 0 else (task.weights, before)
-    texts = [trainable.goals(text) for text in task.training]
+    texts = _goals_of(trainable, task.training)
     left_out = [trainable.text(text) for text in task.left_out]
     with torch.enable_grad():
         trained = _rounded(trainable.train(parameters=best, texts=texts, left_out=left_out))
@@ -64,6 +66,18 @@ def learn(task: Task) -> Candidate:
     if steps_saved(after, rounds) >= 0:
         best, after = trained, rounds
     return Candidate(best, before, after, tokens)
+
+
+def _goals_of(trainable: _Trainable, texts: Sequence[CollectedText]) -> list[ServedText]:
+    """The texts to take steps on, with the target's probabilities of as many of the latest ones as there is time for.
+
+    With a large vocabulary, those of all texts would take longer than the whole training may.
+    """
+    left, found = _MOST_PRODUCTS, list[ServedText]()
+    for text in reversed(texts):
+        left -= trainable.position_products * (1 + len(text.tokens) - text.base_len)
+        found.append(trainable.goals(text) if left >= 0 else trainable.text(text))
+    return found[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +118,8 @@ class _Trainable:
     """What the training reads of a text that it measures on."""
     goals: Callable[[CollectedText], ServedText]
     """What it reads of a text that it takes steps on."""
+    position_products: int = 0
+    """Products of two numbers that `goals` takes for each token of an answer."""
 
 
 def _trainable(configuration: Configuration, seed: int) -> _Trainable:
@@ -122,7 +138,8 @@ def _trainable(configuration: Configuration, seed: int) -> _Trainable:
     columns = _Columns(loaded.card.hidden_size, tuple(taken.index(tap) for tap in loaded.card.taps), last)
     head = None if last is None else read_target_head(target, loaded.card, loaded.ends.vocabulary)
     train = partial(train_online, loaded.module, ends=loaded.ends, plan=plan)
-    return _Trainable(parameters_of(loaded.module), train, columns.text, partial(columns.goals, head))
+    products = 0 if head is None else head.position_products
+    return _Trainable(parameters_of(loaded.module), train, columns.text, partial(columns.goals, head), products)
 
 
 def _tokens(text: CollectedText) -> ServedText:

@@ -55,6 +55,11 @@ class TargetHead:
             0, self._vocabulary, torch.arange(len(self._vocabulary))
         )  # [target vocabulary]
 
+    @property
+    def position_products(self) -> int:
+        """Products of two numbers that the probabilities at one position take."""
+        return len(self._vocabulary) * self._head.shape[1]
+
     def leading(self, states: Tensor, tokens: Tensor, sampling: SamplingParameters) -> Leading:
         """The most probable tokens in the place of each of `tokens` [tokens], int64, which the target wrote.
 

@@ -13,8 +13,10 @@ from cluster.core.request import SamplingParameters
 from deploy.distillation import learner_task
 from deploy.distillation.learner_task import learn
 from tests.support.engines.colocated_decoding import decode_together
+from tests.support.models import tiny
 from tests.unit.serve.learning.served import BUDGET, TOKENS, Served, passed
 from workers.distill.target_head import TargetHead
+from workers.serve.configuration import load_configuration
 from workers.serve.learning.messages import Candidate, Task
 
 REQUESTS, AT_ONCE, PROMPT = 96, 8, 6
@@ -69,3 +71,20 @@ def test_a_draft_that_learns_probabilities_saves_at_least_as_many_steps_as_one_t
     assert with_tokens.tokens == with_probabilities.tokens
     assert with_probabilities.tokens_per_step > with_probabilities.tokens_per_step_before
     assert with_probabilities.tokens_per_step >= with_tokens.tokens_per_step
+
+
+def test_the_latest_texts_alone_have_probabilities_where_those_of_all_take_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a large vocabulary they would take longer than a training may, and nothing would be learned."""
+    task = traffic(Served(tmp_path, "heads"), 0.0)
+    trainable = learner_task._trainable(load_configuration(task.configuration), 0)
+    assert trainable.position_products == tiny.VOCABULARY * task.training[0].hidden.shape[1]
+    positions = [1 + len(text.tokens) - text.base_len for text in task.training]
+    assert all(text.leading is not None for text in learner_task._goals_of(trainable, task.training))
+    for latest in (0, 3):
+        most = sum(positions[len(positions) - latest :]) * trainable.position_products
+        monkeypatch.setattr(learner_task, "_MOST_PRODUCTS", most)
+        found = learner_task._goals_of(trainable, task.training)
+        assert [text.tokens for text in found] == [text.tokens for text in task.training]
+        assert [text.leading is not None for text in found] == [False] * (len(found) - latest) + [True] * latest
