@@ -13,6 +13,7 @@ from playwright.async_api import Browser, Page
 
 from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
+from cluster.ingress.endpoints.cluster_status import read_replicas
 from cluster.ingress.endpoints.page import Page as PageSettings
 from cluster.ingress.http import create_app
 from tests.browser.conftest import forwarded
@@ -365,6 +366,29 @@ async def test_colours_and_widths(browser: Browser, url: str, screenshots: Path 
                 assert composer["y"] + composer["height"] <= side["y"]
                 assert composer["height"] <= 844 / 8
             await save(page, screenshots, f"phone-{name}", full=True)
+
+
+@pytest.mark.parametrize(
+    ("states", "shown", "is_on_target"),
+    [
+        ({}, "on the target", True),
+        ({"available": 0, "failed": 0}, "0", False),
+        ({"available": 2, "failed": 1}, "2 of 3", False),
+    ],
+    ids=["the target drafts", "nothing drafts", "drafters"],
+)
+async def test_the_cluster_says_who_drafts(
+    browser: Browser, tmp_path: Path, states: dict[str, int], shown: str, is_on_target: bool
+) -> None:
+    exposition = "".join(f'pilotfish:drafters{{model_name="m",state="{name}"}} {states[name]}\n' for name in states)
+    (replica,) = read_replicas(f'vllm:num_requests_running{{model_name="m"}} 1\n{exposition}')
+    app = create_app(HttpApi(tmp_path).client, LIMITS, page=PageSettings(9000))
+    async with listening(app) as url, opened(browser, f"{url}/") as page:
+        await page.route("**/cluster", lambda route: route.fulfill(json={"replicas": [replica]}))
+        await page.click("#tab-cluster")
+        await page.wait_for_selector(".replica")
+        assert await page.locator(".replica .meters div", has_text="drafters").locator("dd").inner_text() == shown
+        assert ("drafts on the target" in await page.inner_html("#topology")) is is_on_target
 
 
 async def test_the_key_is_asked_for_and_kept_in_memory_only(browser: Browser, tmp_path: Path) -> None:

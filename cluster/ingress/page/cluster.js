@@ -116,9 +116,10 @@ function ceiling(value) {
   return [1, 2, 5, 10].find((step) => step * power >= value) * power;
 }
 
+/** How many drafters answer. A replica whose target drafts names no states; without drafts, none is in any. */
 function drafters(states, version) {
   const { available = 0, failed = 0 } = states;
-  if (!available && !failed) return version ? `on the target, version ${version}` : "on the target";
+  if (!("available" in states)) return version ? `on the target, version ${version}` : "on the target";
   return failed ? `${available} of ${available + failed}` : String(available);
 }
 

@@ -20,7 +20,7 @@ export function drawTopology(place, replicas) {
     const { available = 0, failed = 0 } = replica.drafters;
     const hasDrafters = available + failed > 0;
     if (hasDrafters) picture.append(...links(target, drafters, isNarrow, available > 0));
-    picture.append(targetBox(target, replica, hasDrafters));
+    picture.append(targetBox(target, replica));
     if (hasDrafters) picture.append(drafterBox(drafters, available, failed));
   });
   place.replaceChildren(picture);
@@ -40,14 +40,15 @@ function frame({ x, y }, kind) {
   return svg("rect", { x, y, rx: 10, class: `box ${kind}`, ...BOX });
 }
 
-function targetBox({ x, y }, replica, hasDrafters) {
+function targetBox({ x, y }, replica) {
+  const drafts = "available" in replica.drafters ? "" : "; drafts on the target";
   const used = Math.min(1, replica.kv_usage) * (BOX.width - 134);
   return svg(
     "g",
     {},
     frame({ x, y }, "target"),
     text(x + 12, y + 20, `Target ${name(replica)}`.slice(0, 34), "title"),
-    text(x + 12, y + 38, `${replica.running} running, ${replica.waiting} waiting${hasDrafters ? "" : "; drafts on the target"}`),
+    text(x + 12, y + 38, `${replica.running} running, ${replica.waiting} waiting${drafts}`),
     text(x + 12, y + 60, "KV memory"),
     svg("rect", { x: x + 90, y: y + 50, width: BOX.width - 134, height: 12, rx: 6, class: "kv-all" }),
     svg("rect", { x: x + 90, y: y + 50, width: used, height: 12, rx: 6, class: "kv-used" }),

@@ -226,10 +226,12 @@ def _percent(share: float | None) -> str:
 
 
 def _drafted_by(one: ReplicaStatus) -> str:
-    """Who drafts for a replica: so many drafters of its own, or the process of its target."""
+    """Who drafts for a replica: so many drafters of its own, the process of its target, or nobody."""
     available, failed = one.drafters.get("available", 0), one.drafters.get("failed", 0)
     if available or failed:
         return f"{available} of {available + failed}" if failed else str(available)
+    if one.drafters:
+        return _NONE
     if one.draft_version:
         return f"target v{one.draft_version}"
     return _NONE if one.acceptance is None else "target"

@@ -55,8 +55,8 @@ def coordinator(running: int = 2, waiting: int = 1, verdicts: int = 4) -> Metric
 
 
 def test_the_version_of_a_draft_that_learns_is_shown() -> None:
-    metrics = coordinator(verdicts=0)
-    metrics.watch_drafters(dict)
+    metrics = Metrics()
+    metrics.begin("tiny", True, lambda: 2, lambda: 1, lambda: 0.25)  # without drafters: the target drafts
     learned = LearningStatus(version=3, clients=2, texts=70, taken=4, tokens_per_step_before=2.25, tokens_per_step=2.5)
     step = replace(ROUND.step, learning=learned)
     before = read_replicas(metrics.exposition()[0].decode())
@@ -159,6 +159,24 @@ def test_who_drafts_for_whom_is_a_row_for_each_pair_in_eighty_columns() -> None:
     assert lines[first].split()[-5:] == ["answers", "2", "10.0", "50", "%"]
     assert "second" in lines[first + 1] and "abcdef" not in lines[first + 1]
     assert sum("failed" in line for line in lines) == 4
+
+
+@pytest.mark.parametrize(("is_on_target", "shown"), [(True, "target"), (False, "–")])
+def test_the_target_drafts_only_where_no_drafters_could(is_on_target: bool, shown: str) -> None:
+    """A server without drafts has no drafter, and one may have lost all of its drafters."""
+    metrics = Metrics()
+    metrics.begin("tiny", True, lambda: 1, lambda: 0, lambda: 0.0)
+    if not is_on_target:
+        metrics.watch_drafters(dict)
+    before = read_replicas(metrics.exposition()[0].decode())
+    metrics.decided([Commit(tokens=(1, 2, 3), drafted=5, accepted=2)])
+    metrics.round(ROUND)
+    (status,) = statuses(before, read_replicas(metrics.exposition()[0].decode()), 1.0)
+    assert status.acceptance == 0.4
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_table([status]))
+    row = next(line for line in console.file.getvalue().splitlines() if "40 %" in line)  # type: ignore[attr-defined]
+    assert row.split()[-1] == shown
 
 
 def test_without_drafters_there_is_one_table() -> None:
