@@ -35,7 +35,7 @@ class PluginSettings(Section):
 
     @property
     def graphs(self) -> str:
-        """Which passes of a drafting method a GPU runs as CUDA graphs, in words; empty: none of the method's own."""
+        """The passes of a drafting method that a GPU runs as CUDA graphs, in words; empty: it has none."""
         return ""
 
     def check_selected(self) -> None:

@@ -55,7 +55,7 @@ def path_loss(
 
 
 def _is_rejected(is_right: Tensor, is_known: Tensor) -> Tensor:
-    """Which predicted tokens `[predictions]` are the first wrong ones of their paths; `is_known`: `[paths, depths]`."""
+    """`[predictions]`: whether a token is the first wrong one of its path. `is_known` is `[paths, depths]`."""
     right = torch.zeros_like(is_known)
     right[is_known] = is_right
     reached = torch.cat([torch.ones_like(right[:, :1]), right[:, :-1].cumprod(dim=1) > 0], dim=1)

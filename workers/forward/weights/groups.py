@@ -52,7 +52,7 @@ class Grouped(Protocol):
     """A storage whose weights are in groups, which it holds in other numbers."""
 
     def grouped(self) -> GroupStorage:
-        """The same weights, bit for bit."""
+        """This storage's weights in groups with float scales, bit for bit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -76,7 +76,7 @@ def test_a_draft_that_learns_probabilities_saves_at_least_as_many_steps_as_one_t
 def test_the_latest_texts_alone_have_probabilities_where_those_of_all_take_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a large vocabulary they would take longer than a training may, and nothing would be learned."""
+    """Probabilities of all texts over a large vocabulary would take longer than a training may, which would be lost."""
     task = traffic(Served(tmp_path, "heads"), 0.0)
     trainable = learner_task._trainable(load_configuration(task.configuration), 0)
     assert trainable.position_products == tiny.VOCABULARY * task.training[0].hidden.shape[1]
