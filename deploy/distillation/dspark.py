@@ -46,13 +46,14 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mask-token", type=int, help="The token in the place of unknown ones. Unset: the last one.")
     add("--batch-rows", type=int, default=12, help="Rows of --max-length tokens in a batch.")
     add("--blocks", type=int, default=224, help="Blocks of each row of a batch.")
+    add("--vocabulary-size", type=int, default=0, help="Frequent tokens that the loss compares alone. Unset: all.")
     add("--learning-rate", type=float, default=1.5e-3)
     add("--overlap", type=float, default=1.0, help="Weight of the common share of draft and target in the loss.")
     add("--goal-temperature", type=float, default=0.7, help="Temperature of the target's probabilities in the loss.")
     parser.set_defaults(long_share=0.05)
     chosen = parser.parse_args(arguments)
     bounds = {"slots": (2, 256), "layers": (1, 64), "rank": (1, 4096), "batch_rows": (1, 4096)}
-    return checked(chosen, bounds | {"blocks": (1, chosen.max_length)})
+    return checked(chosen, bounds | {"blocks": (1, chosen.max_length), "vocabulary_size": (0, 1 << 24)})
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -94,9 +95,16 @@ class Run(SingleProcess):
         layers, last = self.options.layers, int(self.config.num_hidden_layers) - 1
         return tuple(max(0, number) for number in ((0, *range(last - layers + 2, last + 1)) if layers > 1 else (last,)))
 
+    def vocabulary(self, texts: Texts) -> tuple[int, ...]:
+        """The tokens that the loss compares."""
+        return self.frequent(texts) if self.options.vocabulary_size else ()
+
     def train(self, texts: Texts) -> None:
         """Train, measure and save. Raises `PilotfishError`."""
         chosen = self.options
+        begun = self.directory_of_training
+        vocabulary = self.vocabulary(texts) if begun is None else begun.vocabulary
+        compared = torch.tensor(vocabulary, device=self.device) if vocabulary else None
         taps = self.taps()
         rows = self._rows(self.lengthened(texts.train), (self.peers.rank, self.peers.count))
         measured = {name: self._rows(answers) for name, answers in texts.measured.items()}
@@ -109,7 +117,7 @@ class Run(SingleProcess):
             blocks=chosen.blocks,
             overlap=chosen.overlap,
         )
-        training = BlockTraining(scaled_head(self.target), module, plan, self.peers)
+        training = BlockTraining(scaled_head(self.target), module, plan, self.peers, compared)
         self.fit(training, rows, measured, lambda: self._save(taps, module))
 
     def _rows(self, answers: Sequence[Answer], part: tuple[int, int] = (0, 1)) -> TextRows:

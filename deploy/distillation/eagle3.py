@@ -26,10 +26,8 @@ from workers.distill.divergence import DIVERGENCES, FORWARD_KL
 from workers.distill.eagle3.head import Eagle3Head
 from workers.distill.eagle3.states import TextStates
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
-from workers.distill.vocabulary import frequent_tokens
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.speculators import write_eagle3
-from workers.model.model_files import end_of_sequence_ids
 from workers.model.public_shapes import FeatureShape
 from workers.model.target_ends import scaled_head
 
@@ -81,10 +79,7 @@ class Run(SingleProcess):
 
     def vocabulary(self, texts: Texts) -> tuple[int, ...]:
         """The tokens that are frequent in the answers."""
-        size, stops = int(self.config.vocab_size), end_of_sequence_ids(self.directory)
-        return frequent_tokens(
-            (one.answer for one in texts.train), min(self.options.vocabulary_size, size), stops, size
-        )
+        return self.frequent(texts)
 
     def train(self, texts: Texts) -> None:
         """Train, measure and save. Raises `PilotfishError`."""

@@ -36,7 +36,8 @@ from workers.distill.output import replaced_directory
 from workers.distill.peers import ALONE, Peers
 from workers.distill.prompts import Task, evaluation_tasks, read_prompts, schedule
 from workers.distill.stored_target import StoredTarget, load_parts
-from workers.distill.target_model import device_name
+from workers.distill.target_model import device_name, multiplies_bfloat16
+from workers.distill.vocabulary import frequent_tokens
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, RopeShape
 from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
@@ -69,6 +70,7 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--end-seconds", type=float, help="Seconds after the start at which training ends, instead of --minutes.")
     add("--steps", type=int, help="Steps of training, instead of --minutes.")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--precision", choices=("auto", "bfloat16", "float32"), default="auto", help="Of products; auto: the device's.")
     add("--rows", type=int, default=2048, help="Conversations whose answers are stored together.")
     add("--max-tokens", type=int, default=384, help="Most tokens of an answer.")
     add("--max-prompt", type=int, default=320, help="Longer prompts, in tokens, are left out.")
@@ -171,7 +173,8 @@ class SingleProcess(ABC):
         self._told, self._lines = told or _print, list[str]()
         self._began = time.monotonic()
         self.device = torch.device(chosen.device)
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        is_bfloat16 = multiplies_bfloat16(self.device) if chosen.precision == "auto" else chosen.precision == "bfloat16"
+        self.dtype = torch.bfloat16 if is_bfloat16 else torch.float32
         if self.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         cache = Path(tempfile.gettempdir()) / "pilotfish-models"
@@ -208,6 +211,12 @@ class SingleProcess(ABC):
     def vocabulary(self, _: Texts) -> tuple[int, ...]:
         """The tokens that a draft for these texts can propose, ascending; empty for all of the target's."""
         return ()
+
+    def frequent(self, texts: Texts) -> tuple[int, ...]:
+        """The most frequent tokens of the answers, as many as `--vocabulary-size` says, ascending; all ends of text."""
+        size, stops = int(self.config.vocab_size), end_of_sequence_ids(self.directory)
+        wanted = min(self.options.vocabulary_size, size)
+        return frequent_tokens((one.answer for one in texts.train), wanted, stops, size)
 
     def run(self) -> Texts:
         """Write texts, train, measure and save. Returns the texts. Raises `PilotfishError`."""
@@ -313,7 +322,7 @@ class SingleProcess(ABC):
             "steps": chosen.steps,
             "decay": chosen.decay,
             "learning_rate": chosen.learning_rate,
-            "is_bfloat16": self.device.type == "cuda",
+            "is_bfloat16": self.dtype == torch.bfloat16,
             "recomputes": chosen.recompute,
             "seed": chosen.seed,
             "report_steps": max(1, chosen.steps // _REPORTS) if chosen.steps and self.peers.count > 1 else None,

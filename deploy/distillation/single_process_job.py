@@ -40,7 +40,7 @@ def distill_in_one_process(job: DistillJob, server: Server | None = None) -> Non
     """
     given = job.options
     is_block = given.kind == DSPARK
-    for name in (*_OF_OTHER_KINDS, *(("vocabulary_size", "loss") if is_block else ())):
+    for name in (*_OF_OTHER_KINDS, *(("loss",) if is_block else ())):
         if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
             raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
     divergence_named(given.loss)
@@ -108,4 +108,5 @@ def block_words(given: DistillOptions) -> list[str]:
     slots = given.depths or _SLOTS
     blocks = max(1, given.max_length // 8)
     rows = max(1, given.batch_tokens // (blocks * slots))
-    return ["--slots", str(slots), "--blocks", str(blocks), "--batch-rows", str(rows)]
+    words = ["--slots", str(slots), "--blocks", str(blocks), "--batch-rows", str(rows)]
+    return words if given.vocabulary_size is None else [*words, "--vocabulary-size", str(given.vocabulary_size)]

@@ -21,6 +21,9 @@ from cluster.core.errors import ConfigurationError
 from workers.distill.descent import descend, learning_rate
 from workers.distill.peers import ALONE, Peers
 
+_PAUSES = 9.0
+"""Time between two reports relative to the time that the former took."""
+
 Module = TypeVar("Module", bound=nn.Module)
 Texts = TypeVar("Texts")
 Batch = TypeVar("Batch")
@@ -153,6 +156,8 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
     ) -> State:
         """Train. `report` is called each `report_seconds` or `report_steps` of the plan, and at the end.
 
+        Reports that take long are fewer, so that they take a tenth of the time at most. With 0 seconds, each step has
+        one.
         A training that is resumed takes the batches that it would have taken.
 
         Raises `ConfigurationError` without a text to learn from, and `FloatingPointError` if the loss is not finite.
@@ -161,7 +166,7 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
         optimizers = self.optimizers
         reported = clock()
         began = reported - resumed.seconds
-        state, found = State(0, 0.0, math.nan, None, 0), list[Tensor]()
+        state, found, pause = State(0, 0.0, math.nan, None, 0), list[Tensor](), report_seconds
         step = resumed.step
         self._module.train()
         for epoch, batch in islice(self._batches(texts), step, None):
@@ -175,10 +180,12 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
             found.append(self._step(texts, batch, optimizers))
             step += 1
             every = plan.report_steps
-            if step % every == 0 if every is not None else clock() - reported >= report_seconds:
-                state = self._state(step, clock() - began, found, epoch)
+            if step % every == 0 if every is not None else clock() - reported >= pause:
+                begun = clock()
+                state = self._state(step, begun - began, found, epoch)
                 report(state)
                 reported = clock()
+                pause = report_seconds and max(report_seconds, (reported - begun) * _PAUSES)
                 found.clear()
         if found:
             state = self._state(step, clock() - began, found, epoch)

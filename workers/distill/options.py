@@ -104,7 +104,8 @@ class DistillOptions:
     vocabulary_size: Annotated[
         int | None,
         "Tokens that the draft can propose: the most frequent ones in the answers. Unset: all of them, or "
-        "those of --start; for kinds other than layers, 8192.",
+        "those of --start; for kinds other than layers, 8192. A dspark can propose all tokens; for it, those whose "
+        "probabilities the training compares: fewer take less time. Unset: all.",
     ] = None
     taps: Annotated[
         tuple[int, ...],
@@ -150,7 +151,7 @@ class DistillOptions:
     precision: Annotated[
         str,
         "Precision of matrix products: bfloat16 or float32. For dspark and eagle3, the device decides: bfloat16 on a "
-        "GPU, float32 on a CPU.",
+        "GPU and on a CPU that has instructions for it, else float32.",
     ] = "bfloat16"
     device: Annotated[str, "Device to train on: auto, cpu or cuda."] = "auto"
     workers: Annotated[

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.utils import logging as transformers_logging
 
 from cluster.core.errors import ModelLoadError
+from workers.forward.native.build import processor_flags
 from workers.model.complete_weights import load_complete
 
 
@@ -23,6 +24,11 @@ def load_target(
 def load_seq2seq_target(directory: Path, device: torch.device) -> PreTrainedModel:
     """Load the frozen encoder-decoder target in float32. Raises `ModelLoadError`."""
     return _load(AutoModelForSeq2SeqLM, directory, device, torch.float32)
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device has instructions that multiply matrices of bfloat16: a GPU, or a CPU with AVX-512's or AMX's."""
+    return device.type != "cpu" or not processor_flags().isdisjoint(("avx512_bf16", "amx_bf16"))
 
 
 def device_name(device: torch.device) -> str:

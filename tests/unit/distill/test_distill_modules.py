@@ -31,7 +31,7 @@ class ModuleRun(Command):
 
     def run(self, kind: str, *more: str) -> int:
         """Run the command. Returns its exit code."""
-        size = [] if kind == "dspark" else ["--vocabulary-size", "100"]
+        size = ["--vocabulary-size", "100"]
         return self.run_words(self.words(self.directory / kind, "--kind", kind, *more, *size))
 
 
@@ -226,7 +226,7 @@ class TestBudget:
     ("kind", "loaded_as", "size", "refused"),
     [
         ("eagle3", "eagle", 100, ("--int8",)),
-        ("dspark", "block", None, ("--vocabulary-size", "100")),
+        ("dspark", "block", None, ("--int8",)),
     ],
 )
 def test_what_one_process_trains_is_a_public_checkpoint_that_is_served(

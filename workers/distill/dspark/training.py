@@ -14,7 +14,8 @@ from workers.distill.device_training import DevicePlan, DeviceTraining, Measured
 from workers.distill.dspark.loss import SlotGoals, head_loss
 from workers.distill.dspark.measure import measure
 from workers.distill.dspark.module import FIRST, SECOND, SparkModule
-from workers.distill.dspark.rows import TextRows
+from workers.distill.dspark.rows import Goal, TextRows
+from workers.distill.peers import ALONE, Peers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,26 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
     """Trains one drafter for a target."""
 
     _plan: BlockPlan
+
+    def __init__(
+        self,
+        head: Tensor,
+        module: SparkModule,
+        plan: BlockPlan,
+        peers: Peers = ALONE,
+        vocabulary: Tensor | None = None,
+    ) -> None:
+        """`vocabulary` [tokens] int64 are the tokens whose probabilities the loss compares; `None`: all.
+
+        The others keep the target's rows of the head alone, and a drafter proposes them as well. The other parameters
+        are those of `DeviceTraining`.
+        """
+        super().__init__(head, module, plan, peers)
+        self._compared = vocabulary
+        self._own_head = self._head if vocabulary is None else self._head[vocabulary]
+        if vocabulary is not None:
+            self._row = torch.full((len(head),), -1, device=head.device)
+            self._row[vocabulary] = torch.arange(len(vocabulary), device=head.device)
 
     def measure(self, texts: TextRows) -> Measured:
         """Measure on texts of greedy answers, in chains and in trees."""
@@ -88,17 +109,30 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         with self._autocast():
             hidden = module(texts.taps(batch.rows), blocks, recomputes=plan.recomputes)
             mixed, embedded = module.mixed(hidden, blocks.tokens)
-            goals = SlotGoals(goal.tokens.flatten(0, 2), goal.probabilities.flatten(0, 2), weights, plan.overlap)
+            goals = SlotGoals(*self._compared_goal(goal), weights, plan.overlap)
             vectors = torch.cat([hidden, mixed.to(hidden.dtype)], dim=-1).flatten(0, 2)
-            found = head_loss(vectors, self._head, module.get_parameter(SECOND), goals)
+            rows = module.get_parameter(SECOND)
+            second = rows if self._compared is None else rows[self._compared]
+            found = head_loss(vectors, self._own_head, second, goals)
             sure = module.sureness(hidden.detach(), embedded.detach()).flatten().float()
-        doubt = torch.nn.functional.binary_cross_entropy_with_logits(
-            sure, found.is_right.float(), weights, reduction="sum"
-        )
-        return found.loss + doubt, torch.stack([found.loss, (found.is_right * weights).sum()])
+        # Where the target's most probable token is not compared, its share is 0.
+        is_right = found.is_right & (goals.shares[:, 0] > 0)
+        doubt = torch.nn.functional.binary_cross_entropy_with_logits(sure, is_right.float(), weights, reduction="sum")
+        return found.loss + doubt, torch.stack([found.loss, (is_right * weights).sum()])
+
+    def _compared_goal(self, goal: Goal) -> tuple[Tensor, Tensor]:
+        """The rows of the compared head [slots, leading] of the target's most probable tokens, and their probabilities.
+
+        A token without a row has probability 0 and row 0.
+        """
+        tokens, shares = goal.tokens.flatten(0, 2), goal.probabilities.flatten(0, 2)
+        if self._compared is None:
+            return tokens, shares
+        rows = self._row[tokens]
+        return rows.clamp(min=0), torch.where(rows < 0, 0.0, shares)
 
     def _optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """On a GPU, Muon for inner matrices; else AdamW.
+        """In bfloat16, Muon for inner matrices; else AdamW.
 
         AdamW also has vectors and matrices with a row for each token. Muon multiplies in bfloat16, for which many CPUs
         have no instructions.
@@ -108,7 +142,7 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         inner = [
             value
             for name, value in named.items()
-            if is_gpu and value.dim() == 2 and len(value) > 1 and name not in (FIRST, SECOND)
+            if plan.is_bfloat16 and value.dim() == 2 and len(value) > 1 and name not in (FIRST, SECOND)
         ]
         known = set(map(id, inner))
         others = [value for value in named.values() if id(value) not in known]

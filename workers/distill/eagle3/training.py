@@ -169,7 +169,7 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
             yield texts.packed([row for group in chosen for row in group], length)
 
     def _optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """Muon for the matrices of the layer on a GPU, AdamW for vectors, the output matrix, and all of them on a CPU.
+        """In bfloat16, Muon for the matrices of the layer, and AdamW for vectors and the output matrix; else AdamW.
 
         Muon multiplies in bfloat16, for which many CPUs have no instructions.
         """
@@ -178,11 +178,10 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         head = [named.pop(LM_HEAD)]
         inner = [value for value in named.values() if value.dim() == 2]
         vectors = [value for value in named.values() if value.dim() == 1]
-        is_gpu = self._device.type != "cpu"
-        decayed = head if is_gpu else head + inner
+        decayed = head if plan.is_bfloat16 else head + inner
         groups = [{"params": vectors, "weight_decay": 0.0}, {"params": decayed, "weight_decay": plan.weight_decay}]
         adam = torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.95))
-        return (self._muon(inner), adam) if is_gpu else (adam,)
+        return (self._muon(inner), adam) if plan.is_bfloat16 else (adam,)
 
 
 def roll_out_loss(logits: Tensor, goal: Tensor, name: str) -> Tensor:

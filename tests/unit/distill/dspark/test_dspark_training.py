@@ -20,7 +20,7 @@ from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
 from workers.distill.dspark import rows
 from workers.distill.dspark.loss import SlotGoals, head_loss
-from workers.distill.dspark.module import SparkModule
+from workers.distill.dspark.module import SECOND, SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
 from workers.distill.target_model import load_target
@@ -285,6 +285,54 @@ def test_activations_that_are_computed_again_give_the_same_gradients(target: Any
         loss, _ = training._losses(texts, next(training._batches(texts))[1])
         found.append(torch.autograd.grad(loss, tuple(module.parameters())))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def losses_of(training: BlockTraining, texts: TextRows) -> tuple[float, Tensor]:
+    """The loss of the first batch, and its gradient of the Markov head's rows."""
+    module = training.module
+    loss, _ = training._losses(texts, next(training._batches(texts))[1])
+    (gradient,) = torch.autograd.grad(loss, (module.get_parameter(SECOND),))
+    return loss.item(), gradient
+
+
+def test_a_loss_that_compares_all_tokens_by_name_is_the_plain_one(target: Any, texts: TextRows) -> None:
+    module, plan = random_module(target, texts), BlockPlan(rows=2, blocks=8, is_bfloat16=False)
+    every = torch.arange(tiny.VOCABULARY)
+
+    plain, named = (
+        losses_of(BlockTraining(head_of(target), module, plan, vocabulary=one), texts) for one in (None, every)
+    )
+
+    assert named[0] == pytest.approx(plain[0], rel=1e-6)
+    torch.testing.assert_close(named[1], plain[1])
+
+
+def test_a_loss_may_compare_some_tokens_alone(target: Any, texts: TextRows) -> None:
+    """It is the loss of a target and a drafter that know these tokens alone, and moves no row of another token."""
+    module, plan = random_module(target, texts), BlockPlan(rows=2, blocks=8, is_bfloat16=False, overlap=0.0)
+    some = torch.arange(0, tiny.VOCABULARY, 3)
+    training = BlockTraining(head_of(target), module, plan, vocabulary=some)
+    batch = next(training._batches(texts))[1]
+    blocks, goal = texts.blocks(batch.rows, batch.places, SLOTS)
+    wanted = torch.zeros(*goal.tokens.shape[:-1], tiny.VOCABULARY).scatter_(-1, goal.tokens, goal.probabilities)
+    weights = (goal.is_text & batch.is_drawn.unsqueeze(2)) * plan.decay ** torch.arange(SLOTS)
+    hidden = module(texts.taps(batch.rows), blocks)
+    mixed, embedded = module.mixed(hidden, blocks.tokens)
+    logits = hidden @ head_of(target)[some].T + mixed @ module.get_parameter(SECOND)[some].T
+    entropy = -(wanted[..., some] * logits.softmax(dim=-1).clamp(min=1e-9).log()).sum(dim=-1)
+    knows_first = (goal.tokens[..., :1] == some).any(dim=-1)
+    is_right = (some[logits.argmax(dim=-1)] == goal.tokens[..., 0]) & knows_first
+    doubt = torch.nn.functional.binary_cross_entropy_with_logits(
+        module.sureness(hidden, embedded), is_right.float(), reduction="none"
+    )
+    expected = ((entropy + doubt) * weights / weights.sum()).sum()
+
+    loss, gradient = losses_of(training, texts)
+
+    assert loss == pytest.approx(expected.item(), rel=1e-3)  # probabilities are stored as float16
+    moved = gradient.abs().sum(dim=1) > 0
+    assert moved.any() and not moved[[row for row in range(tiny.VOCABULARY) if row % 3]].any()
+    assert not knows_first.all() and knows_first.any()
 
 
 def test_the_number_of_blocks_of_a_row_changes_no_measure(target: Any, texts: TextRows) -> None:
