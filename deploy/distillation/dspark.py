@@ -161,7 +161,8 @@ random positions of the answers. `slots` are the shares of right tokens after ri
 step are those of steps that follow one another, with greedy answers."""
         weights = module.weights()
         self.save(
-            self.card(introduction, method),
+            introduction,
+            method,
             lambda scratch: write_dspark(
                 scratch,
                 card,

@@ -148,7 +148,8 @@ The target wrote texts (Seq-KD, Kim & Rush 2016), and the head learned the targe
 of {chosen.depths} steps. `slots` are the shares of right tokens after right ones in greedy chains."""
         weights = head.weights(vocabulary)
         self.save(
-            self.card(introduction, method),
+            introduction,
+            method,
             lambda scratch: write_eagle3(
                 scratch,
                 card,

@@ -26,6 +26,7 @@ from cluster.generation.text.tokenizer import Tokenizer
 from deploy.dataclass_options import number_list
 from deploy.distillation.checkpoints import NO_CHECKPOINTS, STATE, Checkpoints, FileCheckpoints
 from deploy.distillation.conversations import AnswerPlan, BatchedTarget, Write
+from deploy.distillation.training_card import TrainingCard, command_of
 from deploy.distillation.training_directory import TrainingDirectory
 from workers.distill.answers import Answer, AnswerFile, read_answers, trainable
 from workers.distill.device_training import DeviceTraining, Resumed, State
@@ -89,6 +90,7 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--parts", type=int, default=0, help="Parts of each batch. Unset: one for each process.")
     add("--seed", type=int, default=0)
     add("--notes", type=Path, help="A Markdown file to append to the model card.")
+    parser.set_defaults(command_line="")
     return parser
 
 
@@ -170,7 +172,7 @@ class SingleProcess(ABC):
         self.writer: TextWriter | None = None
         """What has the target. Only where all texts and their hidden states are stored, none is needed."""
         self.options = chosen
-        self._told, self._lines = told or _print, list[str]()
+        self._told = told or _print
         self._began = time.monotonic()
         self.device = torch.device(chosen.device)
         is_bfloat16 = multiplies_bfloat16(self.device) if chosen.precision == "auto" else chosen.precision == "bfloat16"
@@ -183,6 +185,9 @@ class SingleProcess(ABC):
         is_stored = given.is_dir() and (_is_computed_stored(given, self.device) or stored_alone(given) is not None)
         self.directory = resolve_model_directory(chosen.target, cache, None, self.tell, stored=is_stored)
         self.config: Any = read_config(self.directory)
+        notes = "" if chosen.notes is None else chosen.notes.read_text(encoding="utf-8")
+        name, command = chosen.name or self.directory.name, command_of(self.command, chosen)
+        self.card = TrainingCard(name, command, device_name(self.device), notes)
 
     @cached_property
     def target(self) -> StoredTarget:
@@ -278,7 +283,7 @@ class SingleProcess(ABC):
     def tell(self, text: str) -> None:
         """Tell a line with the seconds since the start."""
         line = f"[{time.monotonic() - self._began:7.1f} s] {text}"
-        self._lines.append(line)
+        self.card.lines.append(line)
         self._told(line)
 
     def _now_and_then(self) -> Report:
@@ -359,6 +364,7 @@ class SingleProcess(ABC):
             own = next((one.tokens_per_step for one in found.values()), math.inf)
             # Processes agree, though their measures may differ in the last bit.
             reached = float(self.peers.summed(torch.tensor(own, device=self.device))) / self.peers.count
+            self.card.add(state, own)
             if reached >= best:
                 best = reached
                 save_best(best)
@@ -367,38 +373,21 @@ class SingleProcess(ABC):
         training.run(texts, report, self.options.report_seconds, resumed=begun)
         if best == -math.inf:
             save_best(best)
-        if kept is not None and not self.peers.rank:
-            kept.finish()
-
-    def save(self, card: str, write: Callable[[Path], None]) -> None:
-        """Write the checkpoint and its model card, in the place of an earlier one."""
         if self.peers.rank:
             return
-        with replaced_directory(self.options.out, card, {}) as scratch:
+        if self.card.introduction:  # what was told after the best state belongs to the card, too
+            self.card.rewrite(self.options.out)
+        if kept is not None:
+            kept.keep(self.options.out, best)
+            kept.finish()
+
+    def save(self, introduction: str, method: str, write: Callable[[Path], None]) -> None:
+        """Write the checkpoint and its model card, in the place of an earlier one."""
+        self.card.introduction, self.card.method = introduction, method
+        if self.peers.rank:
+            return
+        with replaced_directory(self.options.out, self.card.text(), self.card.pictures()) as scratch:
             write(scratch)
-
-    def card(self, introduction: str, method: str) -> str:
-        """The model card: what the draft is, how it was made, the command, and what was told."""
-        chosen = self.options
-        given = {f"--{name.replace('_', '-')}": value for name, value in sorted(vars(chosen).items()) if value}
-        words = [name if value is True else f"{name} {_word(value)}" for name, value in given.items()]
-        notes = "" if chosen.notes is None else f"\n{chosen.notes.read_text(encoding='utf-8').strip()}\n"
-        lines = "\n".join(f"    {line}" for line in self._lines)
-        return f"""\
-# A draft for {chosen.name or self.directory.name}
-
-{introduction}
-
-## How it was made
-
-{method} The device: {device_name(self.device)}.
-
-```
-python -m deploy.distillation.{self.command} {" ".join(words)}
-```
-
-{lines}
-{notes}"""
 
     def texts(self) -> Texts:
         """The answers of the file, and those that the target writes in the time.
@@ -488,10 +477,3 @@ def _is_computed_stored(directory: Path, device: torch.device) -> bool:
 def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def _word(value: object) -> str:
-    """A value of an option as the model card shows it: paths lose their directories."""
-    if isinstance(value, list):
-        return " ".join(map(_word, value))
-    return Path(value).name if isinstance(value, (str, Path)) else str(value)

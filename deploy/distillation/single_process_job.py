@@ -57,6 +57,7 @@ def distill_in_one_process(job: DistillJob, server: Server | None = None) -> Non
     told = job.notices.print
     make = dspark if is_block else eagle3
     chosen = make.options(words)
+    chosen.command_line = job.command_line
     with RankWriter(job.configuration, told, given.max_length, server) as writer:
         chosen.rows = _ROUNDS * writer.sequences
         texts = execute(make.Run, chosen, told, writer)

@@ -20,7 +20,7 @@ from workers.model.fingerprint import weights_digest
 
 _TEXTS, _BEST, _FINISHED, _MEASURE = "texts.json", "best", "finished", "tokens_per_step.json"
 _CARD = "README.md"
-_WITHOUT_INFLUENCE = ("target", "answers", "states", "write_seconds", "notes", "file_bytes")
+_WITHOUT_INFLUENCE = ("target", "answers", "states", "write_seconds", "notes", "file_bytes", "command_line")
 """Options that change nothing of a training whose texts and weights are known."""
 
 

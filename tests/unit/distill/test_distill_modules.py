@@ -253,7 +253,8 @@ def test_what_one_process_trains_is_a_public_checkpoint_that_is_served(
     assert not (directory / CARD).exists()
     assert "tokens per step on held out, as it is served" in capsys.readouterr().err
     text = (directory / "README.md").read_text()
-    assert str(module_run.directory) not in text and " --recompute --" in text
+    assert str(module_run.directory) not in text and "pilotfish distill" in text and "--recompute" in text
+    assert (directory / "training.png").exists() == ("![" in text)
     monkeypatch.setattr(distillation_target, "LocalCluster", None)  # starting it would be an error
     assert module_run.run(kind, "--steps", "1", *refused) == 2
     assert f"{refused[0]}: refused for kind {kind}" in capsys.readouterr().err
