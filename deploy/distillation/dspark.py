@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cluster.core.errors import ConfigurationError
+from deploy.dataclass_options import number_list
 from deploy.distillation.execute import execute, run_command
 from deploy.distillation.single_process import (
     SingleProcess,
@@ -28,6 +29,7 @@ from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
 from workers.model.draft_card import DraftDescription
+from workers.model.formats.registry import DraftWeights
 from workers.model.formats.speculators import write_dspark
 from workers.model.public_shapes import MarkovShape, MaskedBlockShape
 from workers.model.target_ends import scaled_head
@@ -39,6 +41,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--slots", type=int, default=6, help="Tokens of a block, and most tokens of a draft.")
     add("--layers", type=int, default=3, help="Layers of the drafter.")
+    add("--start-layers", default="", help="Layers of the target that it begins as. Unset: the first and the last.")
     add("--kv-heads", type=int, default=0, help="Heads of keys and values. Unset: as many as of queries.")
     add("--inner", type=int, default=0, help="Width inside an MLP. Unset: ten ninths of the hidden size.")
     add("--rank", type=int, default=16, help="Rank of the Markov head.")
@@ -46,7 +49,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mask-token", type=int, help="The token in the place of unknown ones. Unset: the last one.")
     add("--batch-rows", type=int, default=12, help="Rows of --max-length tokens in a batch.")
     add("--blocks", type=int, default=224, help="Blocks of each row of a batch.")
-    add("--vocabulary-size", type=int, default=0, help="Frequent tokens that the loss compares alone. Unset: all.")
+    add("--vocabulary-size", type=int, default=0, help="Tokens that the drafter can propose. Unset: all.")
     add("--learning-rate", type=float, default=1.5e-3)
     add("--overlap", type=float, default=1.0, help="Weight of the common share of draft and target in the loss.")
     add("--goal-temperature", type=float, default=0.7, help="Temperature of the target's probabilities in the loss.")
@@ -78,7 +81,9 @@ def block_shape(config: Any, chosen: argparse.Namespace, taps: int) -> MaskedBlo
         taps=taps,
         mask_token=mask,
         predicts_next=True,
-        markov=MarkovShape(chosen.rank, chosen.markov, vocabulary, vocabulary),
+        markov=MarkovShape(
+            chosen.rank, chosen.markov, vocabulary, min(chosen.vocabulary_size or vocabulary, vocabulary)
+        ),
         confidence="markov",
     )
 
@@ -93,18 +98,25 @@ class Run(SingleProcess):
 
     def first_layers(self) -> tuple[int, ...]:
         layers, last = self.options.layers, int(self.config.num_hidden_layers) - 1
+        if given := number_list("--start-layers", int)(self.options.start_layers):
+            if len(given) != layers or not all(0 <= number <= last for number in given):
+                raise ConfigurationError(
+                    f"--start-layers: {list(given)} is refused; it must have {layers} numbers within 0 and {last}"
+                )
+            return tuple(given)
         return tuple(max(0, number) for number in ((0, *range(last - layers + 2, last + 1)) if layers > 1 else (last,)))
 
     def vocabulary(self, texts: Texts) -> tuple[int, ...]:
-        """The tokens that the loss compares."""
-        return self.frequent(texts) if self.options.vocabulary_size else ()
+        """The tokens that the drafter can propose: the frequent ones in the answers, or all."""
+        is_reduced = 0 < self.options.vocabulary_size < int(self.config.vocab_size)
+        return self.frequent(texts) if is_reduced else ()
 
     def train(self, texts: Texts) -> None:
         """Train, measure and save. Raises `PilotfishError`."""
         chosen = self.options
         begun = self.directory_of_training
         vocabulary = self.vocabulary(texts) if begun is None else begun.vocabulary
-        compared = torch.tensor(vocabulary, device=self.device) if vocabulary else None
+        tokens = torch.tensor(vocabulary, device=self.device) if vocabulary else None
         taps = self.taps()
         rows = self._rows(self.lengthened(texts.train), (self.peers.rank, self.peers.count))
         measured = {name: self._rows(answers) for name, answers in texts.measured.items()}
@@ -117,8 +129,15 @@ class Run(SingleProcess):
             blocks=chosen.blocks,
             overlap=chosen.overlap,
         )
-        training = BlockTraining(scaled_head(self.target), module, plan, self.peers, compared)
-        self.fit(training, rows, measured, lambda: self._save(taps, module))
+        whole = scaled_head(self.target)
+        head = whole if tokens is None else whole[tokens]
+        training = BlockTraining(head, module, plan, self.peers, tokens)
+
+        def save() -> None:
+            found = module.weights()
+            self._save(taps, module, found if tokens is None else replace(found, vocabulary=tokens, head=head))
+
+        self.fit(training, rows, measured, save)
 
     def _rows(self, answers: Sequence[Answer], part: tuple[int, int] = (0, 1)) -> TextRows:
         chosen = self.options
@@ -142,24 +161,30 @@ class Run(SingleProcess):
         self.tell(f"drafter of {size:,} parameters reads hidden states {list(taps)}")
         return module
 
-    def _save(self, taps: tuple[int, ...], module: SparkModule) -> None:
+    def _save(self, taps: tuple[int, ...], module: SparkModule, weights: DraftWeights) -> None:
         """Write the checkpoint and its model card, in the place of an earlier one."""
         chosen, shape = self.options, module.shape
         name, size = chosen.name or self.directory.name, int(self.config.vocab_size)
         card = DraftDescription(
-            name, size, int(self.config.hidden_size), (), None, kind="block", taps=taps, shape=shape
+            name,
+            size,
+            int(self.config.hidden_size),
+            (),
+            None if weights.vocabulary is None else len(weights.vocabulary),
+            kind="block",
+            taps=taps,
+            shape=shape,
         )
         introduction = f"""\
 A DSpark drafter as the library `speculators` stores it: {shape.body.layers} decoder layers propose {shape.slots}
 tokens in one pass, from the target's hidden states after {", ".join(map(str, taps))} layers. It proposes tokens for
 {name} and works with no other target. Every token that a client reads is the target's own decision. It has
-{sum(one.numel() for one in module.parameters()):,} parameters, stored in bfloat16. Embedding and output head are the
-target's."""
+{sum(one.numel() for one in module.parameters()):,} parameters, stored in bfloat16, and can propose
+{card.vocabulary_size or size:,} different tokens. Embedding and output head are the target's."""
         method = """\
 The target wrote texts (Seq-KD, Kim & Rush 2016), and the drafter learned the target's probabilities in blocks after
 random positions of the answers. `slots` are the shares of right tokens after right ones in greedy chains; tokens per
 step are those of steps that follow one another, with greedy answers."""
-        weights = module.weights()
         self.save(
             introduction,
             method,

@@ -27,7 +27,7 @@ _ROUNDS = 8
 _SERVED_PROMPTS, _SERVED_TOKENS = 8, 64
 """Prompts that the served draft answers, and most tokens of each answer."""
 _OF_OTHER_KINDS = (
-    *("field", "layers", "student_config", "start", "int8", "search", "on_policy", "optimizer"),
+    *("field", "student_config", "start", "int8", "search", "on_policy", "optimizer"),
     *("mix_rank", "selector_rank"),
 )
 
@@ -40,7 +40,7 @@ def distill_in_one_process(job: DistillJob, server: Server | None = None) -> Non
     """
     given = job.options
     is_block = given.kind == DSPARK
-    for name in (*_OF_OTHER_KINDS, *(("loss",) if is_block else ())):
+    for name in (*_OF_OTHER_KINDS, "loss" if is_block else "layers"):
         if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
             raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
     divergence_named(given.loss)
@@ -110,4 +110,8 @@ def block_words(given: DistillOptions) -> list[str]:
     blocks = max(1, given.max_length // 8)
     rows = max(1, given.batch_tokens // (blocks * slots))
     words = ["--slots", str(slots), "--blocks", str(blocks), "--batch-rows", str(rows)]
-    return words if given.vocabulary_size is None else [*words, "--vocabulary-size", str(given.vocabulary_size)]
+    if given.vocabulary_size is not None:
+        words += ["--vocabulary-size", str(given.vocabulary_size)]
+    if given.layers:
+        words += ["--layers", str(len(given.layers)), "--start-layers", ",".join(map(str, given.layers))]
+    return words

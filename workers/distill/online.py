@@ -171,7 +171,7 @@ def _train_spark(
         trees=(),
         seed=plan.seed,
     )
-    training = BlockTraining(ends.head, spark, block_plan)
+    training = BlockTraining(ends.head, spark, block_plan, vocabulary=ends.vocabulary)
     if measured:
         training.run_to_best(trained, *measured)
     else:

@@ -104,8 +104,7 @@ class DistillOptions:
     vocabulary_size: Annotated[
         int | None,
         "Tokens that the draft can propose: the most frequent ones in the answers. Unset: all of them, or "
-        "those of --start; for kinds other than layers, 8192. A dspark can propose all tokens; for it, those whose "
-        "probabilities the training compares: fewer take less time. Unset: all.",
+        "those of --start; for kinds other than layers and dspark, 8192.",
     ] = None
     taps: Annotated[
         tuple[int, ...],

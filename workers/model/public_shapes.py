@@ -325,7 +325,7 @@ class MaskedBlockShape:
             markov=markov,
             confidence="markov",
         )
-        return self == plain and markov is not None and markov.rows == markov.vocabulary
+        return self == plain and markov is not None
 
     @property
     def changes_scale(self) -> bool:

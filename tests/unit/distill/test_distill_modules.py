@@ -226,7 +226,7 @@ class TestBudget:
     ("kind", "loaded_as", "size", "refused"),
     [
         ("eagle3", "eagle", 100, ("--int8",)),
-        ("dspark", "block", None, ("--int8",)),
+        ("dspark", "block", 100, ("--int8",)),
     ],
 )
 def test_what_one_process_trains_is_a_public_checkpoint_that_is_served(

@@ -18,12 +18,20 @@ _LEAST = 1e-6
 
 @torch.no_grad()
 def measure(
-    module: SparkModule, head: Tensor, texts: TextRows, sizes: Sequence[int], *, rows: int, blocks: int
+    module: SparkModule,
+    head: Tensor,
+    texts: TextRows,
+    sizes: Sequence[int],
+    *,
+    rows: int,
+    blocks: int,
+    vocabulary: Tensor | None = None,
 ) -> Measured:
     """Measure on texts of greedy answers, so many rows and blocks of a row at once.
 
-    `head` [vocabulary, hidden size] is the target's. `sizes` are numbers of nodes of trees; none: chains alone are
-    measured. Each step begins after the one before; shares of right tokens are those of all anchors.
+    `head` [draft vocabulary, hidden size] has the rows of `vocabulary`, or of all tokens. `sizes` are numbers of nodes
+    of trees; none: chains alone are measured. Each step begins after the one before; shares of right tokens are those
+    of all anchors.
     """
     slots = module.shape.slots
     places: list[tuple[int, int]] = []
@@ -42,10 +50,11 @@ def measure(
             is_text = goal.is_text.flatten(0, 1)[chosen]
             following = goal.following.flatten(0, 1)[chosen].masked_fill(~is_text, -1)
             tokens = torch.cat([block.tokens[:, :, :1].flatten(0, 1)[chosen], following], dim=1)
-            _, chain = _ranked(module, head, hidden, tokens, parents=1, siblings=1)
+            ranker = _Ranker(module, head, vocabulary)
+            _, chain = ranker.ranked(hidden, tokens, parents=1, siblings=1)
             found = [chain.sum(dim=1)]
             if sizes:
-                scores, right = _ranked(module, head, hidden, tokens, parents=_PARENTS, siblings=_SIBLINGS)
+                scores, right = ranker.ranked(hidden, tokens, parents=_PARENTS, siblings=_SIBLINGS)
             for size in sizes:
                 picked = scores.topk(min(size, scores.shape[1])).indices
                 found.append(right.gather(1, picked).sum(dim=1))
@@ -55,39 +64,44 @@ def measure(
     return _summed(torch.cat(accepted), torch.cat(known), places, sizes, slots)
 
 
-def _ranked(
-    module: SparkModule, head: Tensor, hidden: Tensor, text: Tensor, *, parents: int, siblings: int
-) -> tuple[Tensor, Tensor]:
-    """The logarithms of the paths of all candidates [blocks, candidates], and which paths the text has.
+class _Ranker:
+    """Ranks candidates as a served drafter does."""
 
-    `hidden` are [blocks, slots, hidden size], `text` [blocks, 1 + slots] the anchors and the tokens after them.
-    """
-    last, following = text[:, 0], text[:, 1:]
-    markov = module.markov_head
-    second = module.get_parameter(SECOND)
-    previous, state = last.unsqueeze(1), hidden.new_zeros(len(hidden), 1, module.rank)
-    paths, right = hidden.new_zeros(len(hidden), 1), torch.ones_like(last, dtype=torch.bool).unsqueeze(1)
-    all_scores, all_right = [], []
-    for slot in range(hidden.shape[1]):
-        embedded = markov.markov_w1(previous)
-        own = hidden[:, slot : slot + 1].expand(-1, previous.shape[1], -1)
-        mixed, state = markov.step(embedded, own, state)
-        base = (hidden[:, slot].to(head.dtype) @ head.T).float().unsqueeze(1)
-        logits = base + (mixed.to(head.dtype) @ second.to(head.dtype).T).float()
-        found, tokens = logits.topk(min(siblings, logits.shape[-1]), dim=-1)
-        shares = (found - logits.logsumexp(dim=-1, keepdim=True)).exp()
-        sure = module.sureness(own, embedded).sigmoid().clamp(_LEAST, 1.0 - _LEAST).unsqueeze(-1)
-        others = shares[..., 1:] * ((1.0 - sure) / (1.0 - shares[..., :1]).clamp(min=_LEAST))
-        shares = torch.cat([sure, others.clamp(_LEAST**4, 1.0)], dim=-1)
-        scores = (paths.unsqueeze(2) + shares.log()).flatten(1)
-        is_right = (right.unsqueeze(2) & (tokens == following[:, slot, None, None])).flatten(1)
-        all_scores.append(scores)
-        all_right.append(is_right)
-        paths, chosen = scores.topk(min(parents, scores.shape[1]))
-        right, previous = is_right.gather(1, chosen), tokens.flatten(1).gather(1, chosen)
-        origins = (chosen // tokens.shape[2]).unsqueeze(2).expand(-1, -1, state.shape[2])
-        state = state.gather(1, origins)
-    return torch.cat(all_scores, dim=1), torch.cat(all_right, dim=1)
+    def __init__(self, module: SparkModule, head: Tensor, vocabulary: Tensor | None) -> None:
+        self._module, self._head, self._vocabulary = module, head, vocabulary
+
+    def ranked(self, hidden: Tensor, text: Tensor, *, parents: int, siblings: int) -> tuple[Tensor, Tensor]:
+        """The logarithms of the paths of all candidates [blocks, candidates], and which paths the text has.
+
+        `hidden` are [blocks, slots, hidden size], `text` [blocks, 1 + slots] the anchors and the tokens after them.
+        """
+        last, following = text[:, 0], text[:, 1:]
+        module, head, markov = self._module, self._head, self._module.markov_head
+        second = module.get_parameter(SECOND).to(head.dtype)
+        previous, state = last.unsqueeze(1), hidden.new_zeros(len(hidden), 1, module.rank)
+        paths, right = hidden.new_zeros(len(hidden), 1), torch.ones_like(last, dtype=torch.bool).unsqueeze(1)
+        all_scores, all_right = [], []
+        for slot in range(hidden.shape[1]):
+            embedded = markov.markov_w1(previous)
+            own = hidden[:, slot : slot + 1].expand(-1, previous.shape[1], -1)
+            mixed, state = markov.step(embedded, own, state)
+            base = (hidden[:, slot].to(head.dtype) @ head.T).float().unsqueeze(1)
+            logits = base + (mixed.to(head.dtype) @ second.T).float()
+            found, rows = logits.topk(min(siblings, logits.shape[-1]), dim=-1)
+            tokens = rows if self._vocabulary is None else self._vocabulary[rows]
+            shares = (found - logits.logsumexp(dim=-1, keepdim=True)).exp()
+            sure = module.sureness(own, embedded).sigmoid().clamp(_LEAST, 1.0 - _LEAST).unsqueeze(-1)
+            others = shares[..., 1:] * ((1.0 - sure) / (1.0 - shares[..., :1]).clamp(min=_LEAST))
+            shares = torch.cat([sure, others.clamp(_LEAST**4, 1.0)], dim=-1)
+            scores = (paths.unsqueeze(2) + shares.log()).flatten(1)
+            is_right = (right.unsqueeze(2) & (tokens == following[:, slot, None, None])).flatten(1)
+            all_scores.append(scores)
+            all_right.append(is_right)
+            paths, chosen = scores.topk(min(parents, scores.shape[1]))
+            right, previous = is_right.gather(1, chosen), tokens.flatten(1).gather(1, chosen)
+            origins = (chosen // tokens.shape[2]).unsqueeze(2).expand(-1, -1, state.shape[2])
+            state = state.gather(1, origins)
+        return torch.cat(all_scores, dim=1), torch.cat(all_right, dim=1)
 
 
 def _summed(

@@ -16,6 +16,7 @@ from workers.distill.dspark.measure import measure
 from workers.distill.dspark.module import FIRST, SECOND, SparkModule
 from workers.distill.dspark.rows import Goal, TextRows
 from workers.distill.peers import ALONE, Peers
+from workers.model.drafting.ends import rows_of_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +59,23 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         peers: Peers = ALONE,
         vocabulary: Tensor | None = None,
     ) -> None:
-        """`vocabulary` [tokens] int64 are the tokens whose probabilities the loss compares; `None`: all.
+        """`head` [draft vocabulary, hidden size] are the rows of the tokens that the drafter can propose.
 
-        The others keep the target's rows of the head alone, and a drafter proposes them as well. The other parameters
-        are those of `DeviceTraining`.
+        `vocabulary` [draft vocabulary] int64 are these tokens, ascending; `None`: all. The other parameters are those
+        of `DeviceTraining`.
         """
         super().__init__(head, module, plan, peers)
-        self._compared = vocabulary
-        self._own_head = self._head if vocabulary is None else self._head[vocabulary]
-        if vocabulary is not None:
-            self._row = torch.full((len(head),), -1, device=head.device)
-            self._row[vocabulary] = torch.arange(len(vocabulary), device=head.device)
+        self._vocabulary = vocabulary
+        self._row_of = rows_of_tokens(vocabulary, len(module.get_parameter(FIRST))).to(head.device)
 
     def measure(self, texts: TextRows) -> Measured:
         """Measure on texts of greedy answers, in chains and in trees."""
         self._module.eval()
         with self._autocast():
             plan, blocks = self._plan, max(1, self._plan.blocks // 2)
-            found = measure(self._module, self._head, texts, plan.trees, rows=plan.rows, blocks=blocks)
+            found = measure(
+                self._module, self._head, texts, plan.trees, rows=plan.rows, blocks=blocks, vocabulary=self._vocabulary
+            )
         self._module.train()
         return found
 
@@ -109,27 +109,22 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         with self._autocast():
             hidden = module(texts.taps(batch.rows), blocks, recomputes=plan.recomputes)
             mixed, embedded = module.mixed(hidden, blocks.tokens)
-            goals = SlotGoals(*self._compared_goal(goal), weights, plan.overlap)
+            goals = SlotGoals(*self._wanted(goal), weights, plan.overlap)
             vectors = torch.cat([hidden, mixed.to(hidden.dtype)], dim=-1).flatten(0, 2)
-            rows = module.get_parameter(SECOND)
-            second = rows if self._compared is None else rows[self._compared]
-            found = head_loss(vectors, self._own_head, second, goals)
+            found = head_loss(vectors, self._head, module.get_parameter(SECOND), goals)
             sure = module.sureness(hidden.detach(), embedded.detach()).flatten().float()
-        # Where the target's most probable token is not compared, its share is 0.
+        # Where the target's most probable token cannot be proposed, its share is 0.
         is_right = found.is_right & (goals.shares[:, 0] > 0)
         doubt = torch.nn.functional.binary_cross_entropy_with_logits(sure, is_right.float(), weights, reduction="sum")
         return found.loss + doubt, torch.stack([found.loss, (is_right * weights).sum()])
 
-    def _compared_goal(self, goal: Goal) -> tuple[Tensor, Tensor]:
-        """The rows of the compared head [slots, leading] of the target's most probable tokens, and their probabilities.
+    def _wanted(self, goal: Goal) -> tuple[Tensor, Tensor]:
+        """The rows of the head [slots, leading] of the target's most probable tokens, and their probabilities.
 
-        A token without a row has probability 0 and row 0.
+        A token without a row has row 0 and probability 0.
         """
-        tokens, shares = goal.tokens.flatten(0, 2), goal.probabilities.flatten(0, 2)
-        if self._compared is None:
-            return tokens, shares
-        rows = self._row[tokens]
-        return rows.clamp(min=0), torch.where(rows < 0, 0.0, shares)
+        rows, shares = self._row_of[goal.tokens.flatten(0, 2)], goal.probabilities.flatten(0, 2)
+        return rows.clamp(min=0), shares * (rows >= 0)
 
     def _optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """In bfloat16, Muon for inner matrices; else AdamW.

@@ -165,8 +165,6 @@ def write_eagle3(
     by default. With `file_bytes`, tensors are spread over files of at most so many bytes, or one tensor. Raises
     `TypeError` for a card of another shape, and for weights of other parts.
     """
-    import torch
-
     from workers.model.tensor_file import in_bfloat16
 
     shape = card.shape
@@ -177,14 +175,10 @@ def write_eagle3(
     stored = in_bfloat16(
         {_LAYOUT.stored(name): value for name, value in weights.tensors.items()} | {ENDS[1]: weights.head}
     )
-    tokens = weights.vocabulary.detach().to("cpu", torch.int64)
-    is_drafted = torch.zeros(card.target_vocabulary_size, dtype=torch.bool)
-    is_drafted[tokens] = True
-    stored |= dict(zip(MAPS, (tokens - torch.arange(len(tokens)), is_drafted), strict=True))
-    _save(directory, stored, file_bytes)
+    _save(directory, stored | _maps(weights.vocabulary, card.target_vocabulary_size), file_bytes)
     config = _config(_EAGLE3, card, shape.body, architectures, speculative_tokens) | {
         "architectures": ["Eagle3DraftModel"],
-        "draft_vocab_size": len(tokens),
+        "draft_vocab_size": len(weights.vocabulary),
         "target_hidden_size": None if shape.target_hidden_size == shape.body.hidden_size else shape.target_hidden_size,
         _LAYERS: list(card.taps),
         "norm_before_residual": shape.keeps_normed_residual,
@@ -204,23 +198,26 @@ def write_dspark(
     architectures: Sequence[str],
     file_bytes: int | None = None,
 ) -> None:
-    """Write a DSpark drafter into an existing directory, in bfloat16; embedding and head are the target's.
+    """Write a DSpark drafter into an existing directory, in bfloat16; the embedding is the target's.
 
     `card` has a `MaskedBlockShape` with a Markov head whose slots predict the next tokens, and layer numbers as taps.
-    The other parameters are those of `write_eagle3`. Raises `TypeError` for a card of another shape, and for weights
-    with a vocabulary, an embedding or a head.
+    `weights` have a vocabulary and a head with its rows, or neither: then the head is the target's. The other
+    parameters are those of `write_eagle3`. Raises `TypeError` for a card of another shape, and for other weights.
     """
     from workers.model.tensor_file import in_bfloat16
 
     shape = card.shape
     if not isinstance(shape, MaskedBlockShape) or shape.markov is None or not shape.predicts_next:
         raise TypeError(f"{shape} is no shape of a DSpark drafter")
-    if weights.head is not None or weights.vocabulary is not None or weights.embedding is not None:
-        raise TypeError("weights: needed no head, no vocabulary and no embedding")
-    _save(directory, in_bfloat16(weights.tensors), file_bytes)
+    if (weights.head is None) != (weights.vocabulary is None) or weights.embedding is not None:
+        raise TypeError("weights: needed a head and its vocabulary, or neither, and no embedding")
+    stored = in_bfloat16(dict(weights.tensors) | ({} if weights.head is None else {ENDS[1]: weights.head}))
+    if weights.vocabulary is not None:
+        stored |= _maps(weights.vocabulary, card.target_vocabulary_size)
+    _save(directory, stored, file_bytes)
     config = _config(_DSPARK, card, shape.body, architectures, shape.depths) | {
         "architectures": ["DSparkDraftModel"],
-        "draft_vocab_size": card.target_vocabulary_size,
+        "draft_vocab_size": card.vocabulary_size or card.target_vocabulary_size,
         "target_hidden_size": None,
         _BLOCK_LAYERS: list(card.taps),
         "block_size": shape.slots,
@@ -233,6 +230,16 @@ def write_dspark(
         "confidence_head_with_markov": shape.confidence == "markov",
     }
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _maps(vocabulary: Tensor, size: int) -> dict[str, Tensor]:
+    """The maps between the rows of a head and the tokens of a vocabulary of `size`; see `MAPS`."""
+    import torch
+
+    tokens = vocabulary.detach().to("cpu", torch.int64)
+    is_drafted = torch.zeros(size, dtype=torch.bool)
+    is_drafted[tokens] = True
+    return dict(zip(MAPS, (tokens - torch.arange(len(tokens)), is_drafted), strict=True))
 
 
 def _config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from workers.draft.common.modules.served_module import load_served_module
 from workers.model.draft_card import DraftDescription, is_written_here
 from workers.model.drafting.files import load_ends
 from workers.model.drafting.public import PublicModule
-from workers.model.formats.registry import read_draft
+from workers.model.formats.registry import DraftWeights, read_draft
 from workers.model.formats.speculators import write_dspark
 from workers.model.public_shapes import DecoderShape, MarkovShape, MaskedBlockShape, RopeShape
 from workers.model.target_ends import scaled_head
@@ -41,6 +42,8 @@ from workers.sampling.context import DecisionContext
 CPU = torch.device("cpu")
 TAPS, SLOTS, RANK, ROW = (1, 3, 5), 4, 8, 48
 GREEDY = SamplingParameters(temperature=0.0)
+SOME = torch.arange(0, tiny.VOCABULARY, 3)
+"""The vocabulary of a drafter that proposes some tokens alone."""
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +54,15 @@ def texts(target: PreTrainedModel, answers: tuple[Answer, ...]) -> TextRows:
 
 
 def random_module(
-    target: Any, texts: TextRows, kind: Literal["vanilla", "gated", "rnn"] = "rnn", kv_heads: int = 3
+    target: Any,
+    texts: TextRows,
+    kind: Literal["vanilla", "gated", "rnn"] = "rnn",
+    kv_heads: int = 3,
+    vocabulary: Tensor | None = None,
 ) -> SparkModule:
     """A drafter of random numbers that bfloat16 holds, so that writing it changes none."""
     body = DecoderShape(48, 6, kv_heads, 8, 40, 2, 1e-5, RopeShape(700.0, most_positions=256), has_head_norms=True)
-    markov = MarkovShape(RANK, kind, tiny.VOCABULARY, tiny.VOCABULARY)
+    markov = MarkovShape(RANK, kind, tiny.VOCABULARY, tiny.VOCABULARY if vocabulary is None else len(vocabulary))
     shape = MaskedBlockShape(body, SLOTS, len(TAPS), 95, predicts_next=True, markov=markov, confidence="markov")
     torch.manual_seed(3)
     scale = 2.0 ** texts.tap_scale().log2().round()
@@ -72,21 +79,24 @@ def head_of(target: Any) -> Tensor:
     return head
 
 
-def write(module: SparkModule, directory: Path) -> Path:
+def write(module: SparkModule, directory: Path, weights: DraftWeights | None = None) -> Path:
     directory.mkdir(exist_ok=True)
-    card = DraftDescription("tiny", tiny.VOCABULARY, 48, (), None, kind="block", taps=TAPS, shape=module.shape)
-    write_dspark(directory, card, module.weights(), architectures=["LlamaForCausalLM"])
+    weights = weights or module.weights()
+    size = None if weights.vocabulary is None else len(weights.vocabulary)
+    card = DraftDescription("tiny", tiny.VOCABULARY, 48, (), size, kind="block", taps=TAPS, shape=module.shape)
+    write_dspark(directory, card, weights, architectures=["LlamaForCausalLM"])
     return directory
 
 
-def chain(module: SparkModule, head: Tensor, hidden: Tensor, last: int) -> list[int]:
+def chain(module: SparkModule, head: Tensor, hidden: Tensor, last: int, vocabulary: Tensor | None = None) -> list[int]:
     """The greedy chain of one block [slots, hidden size] by the arithmetic of the training."""
     path = [last]
     for slot in range(SLOTS):
         before = torch.tensor(path + [0] * (SLOTS - len(path)))
         mixed, _ = module.mixed(hidden, before)
         logits = hidden[slot] @ head.T + mixed[slot] @ module.get_parameter("markov_head.markov_w2.weight").T
-        path.append(int(logits.argmax()))
+        row = int(logits.argmax())
+        path.append(row if vocabulary is None else int(vocabulary[row]))
     return path[1:]
 
 
@@ -287,52 +297,70 @@ def test_activations_that_are_computed_again_give_the_same_gradients(target: Any
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def losses_of(training: BlockTraining, texts: TextRows) -> tuple[float, Tensor]:
-    """The loss of the first batch, and its gradient of the Markov head's rows."""
-    module = training.module
-    loss, _ = training._losses(texts, next(training._batches(texts))[1])
-    (gradient,) = torch.autograd.grad(loss, (module.get_parameter(SECOND),))
-    return loss.item(), gradient
-
-
-def test_a_loss_that_compares_all_tokens_by_name_is_the_plain_one(target: Any, texts: TextRows) -> None:
+def test_a_drafter_of_all_tokens_by_name_learns_and_measures_as_one_of_all(target: Any, texts: TextRows) -> None:
     module, plan = random_module(target, texts), BlockPlan(rows=2, blocks=8, is_bfloat16=False)
     every = torch.arange(tiny.VOCABULARY)
+    of_all, named = (BlockTraining(head_of(target), module, plan, vocabulary=one) for one in (None, every))
+    batch = next(of_all._batches(texts))[1]
 
-    plain, named = (
-        losses_of(BlockTraining(head_of(target), module, plan, vocabulary=one), texts) for one in (None, every)
-    )
-
-    assert named[0] == pytest.approx(plain[0], rel=1e-6)
-    torch.testing.assert_close(named[1], plain[1])
+    assert named._losses(texts, batch)[0].item() == of_all._losses(texts, batch)[0].item()
+    assert named.measure(texts) == of_all.measure(texts)
 
 
-def test_a_loss_may_compare_some_tokens_alone(target: Any, texts: TextRows) -> None:
-    """It is the loss of a target and a drafter that know these tokens alone, and moves no row of another token."""
-    module, plan = random_module(target, texts), BlockPlan(rows=2, blocks=8, is_bfloat16=False, overlap=0.0)
-    some = torch.arange(0, tiny.VOCABULARY, 3)
-    training = BlockTraining(head_of(target), module, plan, vocabulary=some)
+def test_a_drafter_of_some_tokens_learns_the_target_s_probabilities_of_these_alone(
+    target: Any, texts: TextRows
+) -> None:
+    module = random_module(target, texts, vocabulary=SOME)
+    plan = BlockPlan(rows=2, blocks=8, is_bfloat16=False, overlap=0.0)
+    training = BlockTraining(head_of(target)[SOME], module, plan, vocabulary=SOME)
     batch = next(training._batches(texts))[1]
     blocks, goal = texts.blocks(batch.rows, batch.places, SLOTS)
     wanted = torch.zeros(*goal.tokens.shape[:-1], tiny.VOCABULARY).scatter_(-1, goal.tokens, goal.probabilities)
     weights = (goal.is_text & batch.is_drawn.unsqueeze(2)) * plan.decay ** torch.arange(SLOTS)
     hidden = module(texts.taps(batch.rows), blocks)
     mixed, embedded = module.mixed(hidden, blocks.tokens)
-    logits = hidden @ head_of(target)[some].T + mixed @ module.get_parameter(SECOND)[some].T
-    entropy = -(wanted[..., some] * logits.softmax(dim=-1).clamp(min=1e-9).log()).sum(dim=-1)
-    knows_first = (goal.tokens[..., :1] == some).any(dim=-1)
-    is_right = (some[logits.argmax(dim=-1)] == goal.tokens[..., 0]) & knows_first
+    logits = hidden @ head_of(target)[SOME].T + mixed @ module.get_parameter(SECOND).T
+    entropy = -(wanted[..., SOME] * logits.softmax(dim=-1).clamp(min=1e-9).log()).sum(dim=-1)
+    knows_first = (goal.tokens[..., :1] == SOME).any(dim=-1)
+    is_right = (SOME[logits.argmax(dim=-1)] == goal.tokens[..., 0]) & knows_first
     doubt = torch.nn.functional.binary_cross_entropy_with_logits(
         module.sureness(hidden, embedded), is_right.float(), reduction="none"
     )
     expected = ((entropy + doubt) * weights / weights.sum()).sum()
 
-    loss, gradient = losses_of(training, texts)
+    loss, _ = training._losses(texts, batch)
 
-    assert loss == pytest.approx(expected.item(), rel=1e-3)  # probabilities are stored as float16
-    moved = gradient.abs().sum(dim=1) > 0
-    assert moved.any() and not moved[[row for row in range(tiny.VOCABULARY) if row % 3]].any()
-    assert not knows_first.all() and knows_first.any()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)  # probabilities are stored as float16
+    assert knows_first.any() and not knows_first.all()
+
+
+def test_a_drafter_of_some_tokens_is_stored_and_served_with_their_rows_of_the_head(
+    directory: Path, target: Any, texts: TextRows, tmp_path: Path
+) -> None:
+    module = random_module(target, texts, vocabulary=SOME)
+    head = head_of(target)[SOME]
+    found = replace(module.weights(), vocabulary=SOME, head=head)
+    draft = write(module, tmp_path / "draft", found)
+
+    loaded = load_served_module(
+        ModuleSettings(path=str(draft), weights="float32"),
+        TargetSection(path=str(directory), device="cpu"),
+        "block",
+        (PublicModule,),
+    )
+
+    assert loaded.card.vocabulary_size == len(SOME) and loaded.card.shape == module.shape
+    torch.testing.assert_close(loaded.ends.head, head.bfloat16().float())
+    blocks, _ = texts.blocks(torch.tensor([0]), torch.tensor([texts.all_anchors(torch.tensor([0]))[0][3:5]]), SLOTS)
+    with torch.no_grad():
+        hidden = module(texts.taps(torch.tensor([0])), blocks)[0]
+    last = blocks.tokens[0, :, 0].tolist()
+    ranker = MarkovRanker(loaded.module, loaded.ends, loaded.make, loaded.shortlist)
+    contexts = [DecisionContext(GREEDY, (0,), 1)] * (len(last) * SLOTS)
+    ranked = ranker.rank(hidden, last, contexts, siblings=1)
+    stored = head.bfloat16().float()
+    for row, one in enumerate(ranked):
+        assert [of_depth[0] for of_depth in one.tokens] == chain(module, stored, hidden[row], last[row], SOME)
 
 
 def test_the_number_of_blocks_of_a_row_changes_no_measure(target: Any, texts: TextRows) -> None:
