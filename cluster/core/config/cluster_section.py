@@ -29,15 +29,16 @@ class ClusterSection(Section):
     """How the processes of the cluster know each other, and how long they hold what they stored on each other."""
 
     token_file: str | None = None
-    """File with the cluster token, which internal services demand; unset: a token is drawn at the start."""
+    """File with the cluster token, which internal services demand. `PILOTFISH_CLUSTER_TOKEN` goes before it; without
+    both, the token is derived from Ray's, or drawn at the start."""
     tls: TlsSection | None = None
     """Mutual TLS for internal services, in addition to the token; unset: no TLS."""
     ray_auth: Choice[Literal["token", "off"]] = "token"
     """`token`: a Ray cluster that Pilotfish joins must demand a token (RAY_AUTH_MODE=token); `off`: it may be open."""
     memory_threshold: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Used share of the memory of the container, or of the machine without a limit of the container, above which
-    `serve` ends a drafter, the largest first, whichever program uses the memory, and says so; without drafters it
-    warns. 1: neither. When memory is used up, the kernel ends a process.
+    """Used share of the container's memory limit, or of the machine's memory without a limit, above which `serve` ends
+    the largest drafter and says so, whichever program uses the memory. Without drafters it only warns. 1: it does
+    nothing. When memory is used up, the kernel ends a process.
     """
     lease_seconds: Seconds = LEASE_SECONDS
-    """A worker frees what a coordinator stored on it when the coordinator is silent for this long, in seconds."""
+    """Time without a message from a coordinator after which a worker frees what it stores for it, in seconds."""

@@ -54,14 +54,14 @@ class DraftSection(PluginHost):
     method: str | None = None
     """Name of the drafting method; `none` decodes without drafts; unset: `methods`, or `ngram` without them."""
     methods: Annotated[tuple[str, ...], Field(max_length=8)] = ()
-    """Several drafting methods, whose candidates share one draft tree; unset: `method` alone."""
+    """Several drafting methods, which share one draft tree; unset: `method` alone."""
     path: str = ""
     """A draft for the target: a local directory, hub id or packaged name. Its format chooses the drafting method."""
     revision: str | None = None
     """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     placement: Literal["auto", "target", "drafter"] = "auto"
-    """`target`: drafts on the target's rank 0 after each step; `drafter`: in own processes; `auto`: by method, and on
-    rank 0 what learns, without several `replicas`, and a draft model for which no GPU is left."""
+    """`target`: drafts on the target's rank 0 after each step; `drafter`: in processes of their own; `auto`: on rank 0
+    if all methods prefer it, if drafts learn, or if no GPU is left for a draft model, unless `replicas` is above 1."""
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 7
     """Most drafted tokens in one draft tree. With the last committed token, the default is 8 rows: the kernels for CPUs
     with AVX-512 compute them while they read the weights once."""
@@ -72,7 +72,7 @@ class DraftSection(PluginHost):
     alternate: Choice[Literal["off", "on"]] = "off"
     """`on` splits the running sequences into two halves: one half is verified while the other is drafted for."""
     replicas: Annotated[int, Field(ge=1, le=64), UNSHARED] = 1
-    """Number of drafters. Each serves a part of the sequences and has the resources of one drafter."""
+    """Number of drafters. Each drafts for a part of the sequences."""
     node_resource: Annotated[str | None, UNSHARED] = None
     """Custom Ray resource of the nodes that drafters run on; unset: any node, also one that a target has room on."""
     threads: Annotated[int, Field(ge=0), UNSHARED] = 0
@@ -80,22 +80,22 @@ class DraftSection(PluginHost):
     timeout_seconds: Seconds = 0.5
     """Longest wait for a proposal of a drafter, in seconds; then the round continues without drafts."""
     learn: Choice[Literal["off", "on"]] = "off"
-    """`on` trains the draft, heads, an EAGLE or EAGLE-3 head, a block drafter or a draft model on CPU, on the texts it
-    drafts for, while no request runs, and drafts with new weights that save steps of the target. What one client's
-    texts teach drafts for that client only. It needs `pilotfish[distill]`."""
+    """`on` trains the draft on the answers that it drafts for, while no request runs, and uses new weights that save
+    steps of the target. What one client's texts teach drafts for that client only, unless API keys share. It is for one
+    method alone: `heads`, `blockwise`, `eagle`, `block`, or `model` on a CPU. It needs `pilotfish[distill]`."""
     learn_from: Literal["keys", "all"] = "keys"
     """Whose texts are learned from: `keys`: of clients whose line in the API key file has `learn`; `all`: of every
     client. Requests with `store: false` are left out."""
     learn_directory: str | None = None
-    """Directory for the learned weights, from which a restart goes on; unset: they end with the process. It has no
-    texts in it."""
+    """Directory for the learned weights, which are used after a restart; unset: they end with the process. No texts are
+    written to it."""
     learn_directory_bytes: Annotated[int, Field(ge=MIB, le=1 << 50)] | None = None
     """Most bytes of all versions in `draft.learn_directory`; unset: 16 GiB, or three versions of one client if they
-    take more. A new version removes older ones first that no rollback would serve, then other clients' versions."""
+    take more. To make room, versions that no rollback would serve are removed first, then other clients' versions."""
     learn_text_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] | None = None
     """Most memory for texts and their hidden states to learn from, in bytes, in the process that drafts; unset: room
-    for 96 texts of 1,024 tokens, by the widths that the draft reads and the last layer has, within 64 MiB and 2 GiB. A
-    training copies a client's part of it into a process of its own."""
+    for 96 texts of 1,024 tokens, at least 64 MiB and at most 2 GiB. A training copies one client's texts into a process
+    of its own."""
     learn_weight_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] | None = None
     """Most memory for learned weights in the process that drafts, in bytes; unset: 256 MiB, or those of one client if
     they take more. Clients beyond it draft with the weights of the draft's files."""

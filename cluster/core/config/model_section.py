@@ -18,7 +18,8 @@ class ModelSection(Section):
     """A model: its weights and how they are loaded."""
 
     path: Annotated[str, Field(min_length=1)] = "smollm2-135m-instruct"
-    """Source of the weights: a directory, hub id, `.gguf` file or packaged name; `…@x10`: at 10 times the cost."""
+    """Source of the weights: a directory, hub id, `.gguf` file or packaged name. For measurements, `PATH@x10` computes
+    the same with 10 times the multiply-adds."""
     revision: str | None = None
     """Hub revision of `path`; unset takes the default branch. It has no effect on local files."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -30,11 +31,11 @@ class ModelSection(Section):
     compile: Choice[Literal["off", "on", "auto"]] = "auto"
     """Whether layers are compiled at start; `auto` compiles in reduced precision unless Pilotfish's kernels apply."""
     native: Choice[Literal["auto", "off"]] = "auto"
-    """`auto` runs supported model families on CPU by Pilotfish's own kernels; `off` always runs the PyTorch modules."""
+    """`auto` computes supported model families on CPU with Pilotfish's kernels; `off` always runs PyTorch modules."""
     compile_directory: str | None = None
     """Directory for compiled code that is reused at the next start; unset takes a folder in Pilotfish's cache."""
     quantization: Literal["none", "int8", "int4", "stored"] = "none"
-    """`int8` and `int4` keep linear layers in 8 or 4 bits and answer as that model; `stored` keeps a checkpoint's."""
+    """`int8` and `int4` round linear layers to 8 or 4 bits; `stored` keeps a checkpoint's bits."""
 
 
 class PoolSection(Section):
@@ -45,8 +46,8 @@ class PoolSection(Section):
     pool_bytes: Annotated[int, Field(ge=MIB)] | None = None
     """Size of the KV pool of each rank, in bytes; unset computes it from `memory_fraction`."""
     memory_fraction: Annotated[float, Field(gt=0, le=0.95)] | None = None
-    """Share of the device's free memory after loading that the KV pool takes when `pool_bytes` is unset; unset: 0.1,
-    and 0.9 for a target on a GPU, of what CUDA graphs and activations leave."""
+    """Share of the free memory after loading that the KV pool takes when `pool_bytes` is unset. On a GPU, memory for
+    CUDA graphs and activations does not count as free. Unset: 0.1, and 0.9 for a target on a GPU."""
     window: Annotated[int, Field(ge=16)] | None = None
     """LOSSY: layers of full attention see only the last `window` tokens and the first `sinks` ones; unset: all."""
     sinks: Annotated[int, Field(ge=0, le=256)] = 4

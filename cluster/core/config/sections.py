@@ -45,7 +45,7 @@ class LimitsSection(Section):
     max_stop_token_ids: Annotated[int, Field(ge=0, le=1024)] = 64
     """Most stop token ids in one request."""
     max_logprobs: Annotated[int, Field(ge=0, le=20)] = 20
-    """Most alternatives with log probabilities per token."""
+    """Most alternatives with log-probabilities for each token."""
     max_logit_bias: Annotated[int, Field(ge=0, le=1024)] = 1024
     """Most tokens with a logit bias in one request."""
     max_prediction_tokens: Annotated[int, Field(ge=0, le=65536)] = 8192
@@ -57,7 +57,8 @@ class LimitsSection(Section):
     max_messages: Positive = 1024
     """Most messages in one chat request."""
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
-    """Fields of HTTP bodies that OpenAI and vLLM lack: `ignore` names them in `x-ignored-fields`, `refuse` fails."""
+    """What happens to fields of HTTP bodies that neither OpenAI nor vLLM has: `ignore` names them in the header
+    `x-ignored-fields`; `refuse` refuses the request."""
     max_timeout_seconds: Seconds = 3600.0
     """Longest timeout of a request, in seconds; it is also the default."""
 

@@ -33,7 +33,7 @@ class AutoscalingSection(Section):
     """How Ray Serve changes the number of target replicas with the load."""
 
     max_replicas: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Most target replicas, at least `target.replicas`, which is the least number; 0: the number does not change."""
+    """Most target replicas; the fewest are `target.replicas`. 0: the number does not change."""
     sequences_per_replica: Positive = 32
     """Number of waiting and running sequences for which one replica is enough."""
     kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -56,9 +56,10 @@ class ServerSection(Section):
     grpc_port: Port = 9000
     """Port of the gRPC API; 0 takes a free one."""
     operations_port: Port | None = None
-    """Port of the operations service (metrics, abort) on `grpc_host`; unset: it is on `grpc_port`, with the others."""
+    """Port of the operations service (metrics, abort) on `grpc_host`; unset: `grpc_port`, which the public API has."""
     api_key_file: str | None = None
-    """File with API keys, one `NAME KEY` a line, or a directory with a file per key; unset: everybody may call."""
+    """File with API keys, one `NAME KEY` a line, or a directory with a file per key. `PILOTFISH_API_KEYS` has further
+    ones; without both, everybody may call."""
     log_format: Literal["text", "json"] = "text"
     """Form of the processes' logs: `json` writes one object per line, also for every request."""
     otlp_endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+$")] | None = None

@@ -18,7 +18,8 @@ class KvSection(PoolSection):
     """The KV cache of the target: the pool, the prefix cache, and the tiers for evicted blocks."""
 
     dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """LOSSY unless `auto`, the target's own type: keys and values in 8 bits, with a scale per token and KV head."""
+    """LOSSY unless `auto`, which is the target's own type. `int8` and `fp8` store keys and values in 8 bits, with a
+    scale per token and KV head."""
     prefix_cache: bool = True
     """Whether full blocks of finished sequences stay in the pool, to be reused by sequences with the same prefix."""
     host_bytes: Annotated[int, Field(ge=0)] = 0
@@ -29,12 +30,13 @@ class KvSection(PoolSection):
     """Most bytes that each rank stores in `disk_directory`."""
 
     sequences: Annotated[Annotated[int, Field(ge=1, le=4096)] | None, UNSHARED] = None
-    """Sequences of a model with recurrent layers whose states the pool holds; unset: `scheduler.max_sequences`."""
+    """Number of sequences whose recurrent states the pool holds, at least `scheduler.max_sequences`, which is the
+    default. For models with recurrent layers."""
     step_tokens: Annotated[Annotated[int, Field(ge=16, le=65536)] | None, UNSHARED] = None
-    """Tokens of a step for whose activations the pool leaves memory on a GPU; unset: `scheduler.max_step_tokens`."""
+    """Number of tokens for whose activations the pool leaves memory on a GPU; unset: `scheduler.max_step_tokens`."""
     prefix_states: Annotated[int, Field(ge=1, le=65536)] | None = None
-    """States of recurrent layers that the pool keeps at the ends of cached blocks, where sequences with the same prefix
-    begin; unset: two for each of `sequences`."""
+    """Number of recurrent states that the pool keeps at the ends of cached blocks, from which sequences with the same
+    prefix begin; unset: two for each of `sequences`."""
 
     @model_validator(mode="after")
     def _check(self) -> KvSection:
@@ -50,14 +52,14 @@ class EvidenceSection(Section):
     """Numbers of decoder layers after which hidden states are taken: 0 is the embedding, -1 the last layer's output,
     `middle` half of all layers."""
     top: Annotated[int, Field(ge=0, le=64)] = 0
-    """Number of most probable tokens at the root and at each accepted node of a draft tree."""
+    """Number of most probable tokens that are taken at the root and at each accepted node of a draft tree."""
     decisions: bool = False
     """Whether the decisions at all nodes of a draft tree are taken."""
     is_sent: bool = False
     """Whether verdicts bring the evidence, for drafters in other processes."""
     fusion: str | None = None
-    """Directory of the draft whose first matrix the target applies to the taps, in their order. Verdicts then bring its
-    feature of each position in place of the taps."""
+    """Directory of the draft whose first matrix the target applies to the taps, in their order. Verdicts then bring the
+    product for each position in place of the taps."""
 
     @property
     def any(self) -> bool:
@@ -69,18 +71,18 @@ class TargetSection(ModelSection, PluginHost):
     """The target model, which decides every token of an answer. Each acceptance rule has its own subsection."""
 
     quantization: Literal["auto", "none", "int8", "stored"] = "none"  # type: ignore[assignment] # settled before loading
-    """`int8` keeps linear layers in 8 bits and answers as that model; `stored` keeps a checkpoint's bits; `auto` keeps
-    those of a packaged model on one CPU rank, and else de-quantizes as `none` does."""
+    """`int8` rounds linear layers to 8 bits, and answers are those of the rounded model; `stored` keeps a checkpoint's
+    bits; `none` de-quantizes them; `auto` is `stored` for a packaged model on one CPU rank, else `none`."""
     served_name: str | None = None
     """Model name that clients send; unset takes the last part of `path`."""
     aliases: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=64)] = ()
     """Further names that clients may send for the model. Its answers have the first name."""
     tool_parser: str = "auto"
-    """How the model writes calls of tools, by vLLM's name of the parser; `auto` reads it from the tokenizer's own
-    `response_template`, else sees it in the chat template."""
+    """Form of the model's tool calls, by vLLM's name of their parser; `auto` takes it from the tokenizer's
+    `response_template`, else from the chat template."""
     reasoning_parser: str = "auto"
-    """How the model writes what it thinks, by vLLM's name of the parser; `auto`: as with `tool_parser`, `none`: what it
-    thinks is content."""
+    """Form of the model's reasoning, by vLLM's name of its parser; `auto`: as for `tool_parser`; `none`: reasoning is
+    part of the content."""
     replicas: Annotated[int, Field(ge=1, le=1024), UNSHARED] = 1
     """Number of targets. Each has its own coordinator and ranks, and answers a part of the requests."""
     autoscaling: Annotated[AutoscalingSection, UNSHARED] = AutoscalingSection()
@@ -101,11 +103,12 @@ class TargetSection(ModelSection, PluginHost):
     """Name of the acceptance rule. `coupled` accepts what the target decides, so drafts change no token. `rejection`
     and `block` keep the distribution, but for one seed the text depends on the drafts. Other rules may be LOSSY."""
     trial: Choice[Literal["on", "off"]] = "on"
-    """LOSSY if `off`: whether a model is refused that computes other logits in steps than in one dense pass."""
+    """LOSSY if `off`: whether a model is refused if its logits in steps differ from those of one dense pass."""
     attention_backend: str = "auto"
-    """Name of the attention backend of PyTorch modules, which GPUs run; one that the model or the device does not
-    support is refused. `auto` takes the most preferred one that agrees with the reference on the device. `flash`
-    computes prompt chunks of more than 512 tokens (`scheduler.max_step_tokens`); it has not run on GPUs yet."""
+    """Name of the attention backend where Pilotfish's CPU kernels do not compute the layers, as on GPUs; one that the
+    model or the device does not support is refused. `auto` takes the most preferred one that agrees with the reference
+    on the device. `flash` computes prompt chunks of more than 512 tokens (`scheduler.max_step_tokens`); it has not run
+    on GPUs yet."""
     symmetric_memory: Choice[Literal["off", "on"]] = "off"
     """Whether ranks on GPUs of one host sum up to 10 MiB through PyTorch's symmetric memory, if all of them pass a
     trial; else a warning says why not. It has not run on GPUs yet."""
@@ -114,12 +117,12 @@ class TargetSection(ModelSection, PluginHost):
     step_timeout_seconds: Seconds = 120.0
     """Longest wait for a step, in seconds. Then its sequences are sent again, and a worker that hangs is replaced."""
     standby: bool = False
-    """Whether processes with the ranks' libraries wait, so that a lost target serves sooner. Not for GPUs.
+    """Whether spare processes with loaded libraries wait, so that a lost target serves again sooner. Not for GPUs.
 
-    Each rank has one; where `pilotfish serve` starts Ray and a target has one rank, one waits for all replicas.
+    Each rank has one. Where `pilotfish serve` starts Ray and a target has one rank, all replicas share one.
     """
     packed_bytes: Annotated[int, Field(ge=0)] = 4 << 30
-    """Most bytes of weights that `compile_directory` keeps as the CPU kernels read them, for quick starts; 0: none."""
+    """Most bytes of weights, packed for the CPU kernels, that `compile_directory` keeps for faster starts; 0: none."""
     kv: KvSection = KvSection()
     """The KV cache on each rank."""
     evidence: EvidenceSection = EvidenceSection()
