@@ -16,59 +16,13 @@ _PARENTS, _SIBLINGS = 4, 8
 _LEAST = 1e-6
 
 
-@torch.no_grad()
-def measure(
-    module: SparkModule,
-    head: Tensor,
-    texts: TextRows,
-    sizes: Sequence[int],
-    *,
-    rows: int,
-    blocks: int,
-    vocabulary: Tensor | None = None,
-) -> Measured:
-    """Measure on texts of greedy answers, so many rows and blocks of a row at once.
-
-    `head` [draft vocabulary, hidden size] has the rows of `vocabulary`, or of all tokens. `sizes` are numbers of nodes
-    of trees; none: chains alone are measured. Each step begins after the one before; shares of right tokens are those
-    of all anchors.
-    """
-    slots = module.shape.slots
-    places: list[tuple[int, int]] = []
-    accepted, known = list[Tensor](), list[Tensor]()
-    for first in range(0, texts.rows, rows):
-        some = torch.arange(first, min(first + rows, texts.rows), device=texts.device)
-        taps = texts.taps(some)
-        of_row = texts.all_anchors(some)
-        for begin in range(0, max(map(len, of_row)), blocks):
-            parts = [one[begin : begin + blocks] for one in of_row]
-            padded = [[*part, *[0] * (blocks - len(part))] for part in parts]
-            is_one = torch.tensor([[index < len(part) for index in range(blocks)] for part in parts])
-            chosen = is_one.flatten().nonzero().flatten().to(texts.device)
-            block, goal = texts.blocks(some, torch.tensor(padded, device=texts.device), slots)
-            hidden = module(taps, block).flatten(0, 1)[chosen]
-            is_text = goal.is_text.flatten(0, 1)[chosen]
-            following = goal.following.flatten(0, 1)[chosen].masked_fill(~is_text, -1)
-            tokens = torch.cat([block.tokens[:, :, :1].flatten(0, 1)[chosen], following], dim=1)
-            ranker = _Ranker(module, head, vocabulary)
-            _, chain = ranker.ranked(hidden, tokens, parents=1, siblings=1)
-            found = [chain.sum(dim=1)]
-            if sizes:
-                scores, right = ranker.ranked(hidden, tokens, parents=_PARENTS, siblings=_SIBLINGS)
-            for size in sizes:
-                picked = scores.topk(min(size, scores.shape[1])).indices
-                found.append(right.gather(1, picked).sum(dim=1))
-            accepted.append(torch.stack(found, dim=1).cpu())
-            known.append(is_text.sum(dim=1).cpu())
-            places += [(first + row, place) for row, part in enumerate(parts) for place in part]
-    return _summed(torch.cat(accepted), torch.cat(known), places, sizes, slots)
-
-
-class _Ranker:
+class Ranker:
     """Ranks candidates as a served drafter does."""
 
     def __init__(self, module: SparkModule, head: Tensor, vocabulary: Tensor | None) -> None:
-        self._module, self._head, self._vocabulary = module, head, vocabulary
+        """`head` [draft vocabulary, hidden size] has the rows of `vocabulary`; `None`: of all tokens."""
+        self.module = module
+        self._head, self._vocabulary = head, vocabulary
 
     def ranked(self, hidden: Tensor, text: Tensor, *, parents: int, siblings: int) -> tuple[Tensor, Tensor]:
         """The logarithms of the paths of all candidates [blocks, candidates], and which paths the text has.
@@ -76,7 +30,7 @@ class _Ranker:
         `hidden` are [blocks, slots, hidden size], `text` [blocks, 1 + slots] the anchors and the tokens after them.
         """
         last, following = text[:, 0], text[:, 1:]
-        module, head, markov = self._module, self._head, self._module.markov_head
+        module, head, markov = self.module, self._head, self.module.markov_head
         second = module.get_parameter(SECOND).to(head.dtype)
         previous, state = last.unsqueeze(1), hidden.new_zeros(len(hidden), 1, module.rank)
         paths, right = hidden.new_zeros(len(hidden), 1), torch.ones_like(last, dtype=torch.bool).unsqueeze(1)
@@ -102,6 +56,43 @@ class _Ranker:
             origins = (chosen // tokens.shape[2]).unsqueeze(2).expand(-1, -1, state.shape[2])
             state = state.gather(1, origins)
         return torch.cat(all_scores, dim=1), torch.cat(all_right, dim=1)
+
+
+@torch.no_grad()
+def measure(ranker: Ranker, texts: TextRows, sizes: Sequence[int], *, rows: int, blocks: int) -> Measured:
+    """Measure on texts of greedy answers, so many rows and blocks of a row at once.
+
+    `sizes` are numbers of nodes of trees; none: chains alone are measured. Each step begins after the one before;
+    shares of right tokens are those of all anchors.
+    """
+    slots = ranker.module.shape.slots
+    places: list[tuple[int, int]] = []
+    accepted, known = list[Tensor](), list[Tensor]()
+    for first in range(0, texts.rows, rows):
+        some = torch.arange(first, min(first + rows, texts.rows), device=texts.device)
+        taps = texts.taps(some)
+        of_row = texts.all_anchors(some)
+        for begin in range(0, max(map(len, of_row)), blocks):
+            parts = [one[begin : begin + blocks] for one in of_row]
+            padded = [[*part, *[0] * (blocks - len(part))] for part in parts]
+            is_one = torch.tensor([[index < len(part) for index in range(blocks)] for part in parts])
+            chosen = is_one.flatten().nonzero().flatten().to(texts.device)
+            block, goal = texts.blocks(some, torch.tensor(padded, device=texts.device), slots)
+            hidden = ranker.module(taps, block).flatten(0, 1)[chosen]
+            is_text = goal.is_text.flatten(0, 1)[chosen]
+            following = goal.following.flatten(0, 1)[chosen].masked_fill(~is_text, -1)
+            tokens = torch.cat([block.tokens[:, :, :1].flatten(0, 1)[chosen], following], dim=1)
+            _, chain = ranker.ranked(hidden, tokens, parents=1, siblings=1)
+            found = [chain.sum(dim=1)]
+            if sizes:
+                scores, right = ranker.ranked(hidden, tokens, parents=_PARENTS, siblings=_SIBLINGS)
+            for size in sizes:
+                picked = scores.topk(min(size, scores.shape[1])).indices
+                found.append(right.gather(1, picked).sum(dim=1))
+            accepted.append(torch.stack(found, dim=1).cpu())
+            known.append(is_text.sum(dim=1).cpu())
+            places += [(first + row, place) for row, part in enumerate(parts) for place in part]
+    return _summed(torch.cat(accepted), torch.cat(known), places, sizes, slots)
 
 
 def _summed(

@@ -12,7 +12,7 @@ from torch import Tensor
 from cluster.core.errors import ConfigurationError
 from workers.distill.device_training import DevicePlan, DeviceTraining, Measured
 from workers.distill.dspark.loss import SlotGoals, head_loss
-from workers.distill.dspark.measure import measure
+from workers.distill.dspark.measure import Ranker, measure
 from workers.distill.dspark.module import FIRST, SECOND, SparkModule
 from workers.distill.dspark.rows import Goal, TextRows
 from workers.distill.peers import ALONE, Peers
@@ -72,10 +72,8 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         """Measure on texts of greedy answers, in chains and in trees."""
         self._module.eval()
         with self._autocast():
-            plan, blocks = self._plan, max(1, self._plan.blocks // 2)
-            found = measure(
-                self._module, self._head, texts, plan.trees, rows=plan.rows, blocks=blocks, vocabulary=self._vocabulary
-            )
+            plan, ranker = self._plan, Ranker(self._module, self._head, self._vocabulary)
+            found = measure(ranker, texts, plan.trees, rows=plan.rows, blocks=max(1, plan.blocks // 2))
         self._module.train()
         return found
 
