@@ -46,7 +46,8 @@ class ModuleSection(PluginSettings):
     """Settings of a drafting method that can load a trained module."""
 
     path: str = ""
-    """A module that was trained for the target: a local directory, a hub id, or the name of a packaged one."""
+    """A module that was trained for the target: a local directory, a hub id, or the name of a packaged one; unset: the
+    target's packaged one, if there is one."""
 
 
 Settings = TypeVar("Settings", bound=PluginSettings)

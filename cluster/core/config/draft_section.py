@@ -23,8 +23,8 @@ class DraftModelSection(ModelSection, PluginSettings):
     """Settings of a drafting method that loads a model. Such a method is assigned a device."""
 
     path: str = ""
-    """A draft model: a local directory, hub id, `.gguf` file, or packaged model's name. One with another tokenizer than
-    the target's drafts by text."""
+    """A draft model: a local directory, hub id, `.gguf` file, or packaged model's name; unset: the target's packaged
+    draft, if there is one. A model with another tokenizer than the target's drafts by text."""
     kv: PoolSection = PoolSection()
     """The draft model's KV pool."""
 

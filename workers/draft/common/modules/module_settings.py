@@ -38,8 +38,8 @@ class ContextSettings(PluginSettings):
 
     sequences: Annotated[Annotated[int, Field(ge=1, le=1 << 22)] | None, UNSHARED] = None
     """Most sequences whose keys and values are kept; beyond it, the least recently used one is sent again. Unset: as
-    many as `target.replicas` or `target.autoscaling.max_replicas` targets run at once, and at least 256. The
-    chart without autoscaling tells the number of targets to Ray Serve alone: set it there if more run at once."""
+    many as `target.replicas` or `target.autoscaling.max_replicas` targets run at once, at least 256. In the chart
+    without autoscaling, set it if the targets' pods run more together: only Ray Serve knows their number there."""
     store_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1 << 15
     """Most tokens whose keys and values are kept for later sequences with the same beginning; 0 keeps none."""
 
