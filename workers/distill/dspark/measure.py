@@ -17,12 +17,11 @@ _LEAST = 1e-6
 
 
 class Ranker:
-    """Ranks candidates as a served drafter does."""
+    """Ranks the candidates of a drafter as it does when it is served."""
 
     def __init__(self, module: SparkModule, head: Tensor, vocabulary: Tensor | None) -> None:
-        """`head` [draft vocabulary, hidden size] has the rows of `vocabulary`; `None`: of all tokens."""
-        self.module = module
-        self._head, self._vocabulary = head, vocabulary
+        """`head` [draft vocabulary, hidden size] has the rows of `vocabulary`, or of all tokens."""
+        self.module, self._head, self._vocabulary = module, head, vocabulary
 
     def ranked(self, hidden: Tensor, text: Tensor, *, parents: int, siblings: int) -> tuple[Tensor, Tensor]:
         """The logarithms of the paths of all candidates [blocks, candidates], and which paths the text has.
@@ -65,7 +64,8 @@ def measure(ranker: Ranker, texts: TextRows, sizes: Sequence[int], *, rows: int,
     `sizes` are numbers of nodes of trees; none: chains alone are measured. Each step begins after the one before;
     shares of right tokens are those of all anchors.
     """
-    slots = ranker.module.shape.slots
+    module = ranker.module
+    slots = module.shape.slots
     places: list[tuple[int, int]] = []
     accepted, known = list[Tensor](), list[Tensor]()
     for first in range(0, texts.rows, rows):
@@ -78,7 +78,7 @@ def measure(ranker: Ranker, texts: TextRows, sizes: Sequence[int], *, rows: int,
             is_one = torch.tensor([[index < len(part) for index in range(blocks)] for part in parts])
             chosen = is_one.flatten().nonzero().flatten().to(texts.device)
             block, goal = texts.blocks(some, torch.tensor(padded, device=texts.device), slots)
-            hidden = ranker.module(taps, block).flatten(0, 1)[chosen]
+            hidden = module(taps, block).flatten(0, 1)[chosen]
             is_text = goal.is_text.flatten(0, 1)[chosen]
             following = goal.following.flatten(0, 1)[chosen].masked_fill(~is_text, -1)
             tokens = torch.cat([block.tokens[:, :, :1].flatten(0, 1)[chosen], following], dim=1)

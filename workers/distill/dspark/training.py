@@ -72,8 +72,9 @@ class BlockTraining(DeviceTraining[SparkModule, TextRows, Anchors]):
         """Measure on texts of greedy answers, in chains and in trees."""
         self._module.eval()
         with self._autocast():
-            plan, ranker = self._plan, Ranker(self._module, self._head, self._vocabulary)
-            found = measure(ranker, texts, plan.trees, rows=plan.rows, blocks=max(1, plan.blocks // 2))
+            plan, blocks = self._plan, max(1, self._plan.blocks // 2)
+            ranker = Ranker(self._module, self._head, self._vocabulary)
+            found = measure(ranker, texts, plan.trees, rows=plan.rows, blocks=blocks)
         self._module.train()
         return found
 
