@@ -7,11 +7,14 @@ little-endian int32 and float16.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import IO, Any, Self, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -52,7 +55,11 @@ class Answer:
 
 
 class AnswerFile:
-    """Appends answers to a file, and lists which answers the file holds. A context manager."""
+    """Appends answers to a file, and lists which answers the file holds. A context manager.
+
+    One process at a time has the file open: each cuts off what an interruption left at its end. Entering raises
+    `ConfigurationError` while another one has it, and for a line that is not an answer.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,13 +71,17 @@ class AnswerFile:
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        whole = 0
-        if self._path.exists():
+        file = self._path.open("a", encoding="utf-8")
+        try:
+            hold_alone(file, f"answers {self._path}")
+            whole = 0
             for answer, whole in _read(self._path):  # noqa: B007 - the last value counts
                 self._count(answer)
-            with self._path.open("r+b") as file:  # drop a line that an interruption cut off
-                file.truncate(whole)
-        self._file = self._path.open("a", encoding="utf-8")
+            os.truncate(self._path, whole)  # drop a line that an interruption cut off
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,6 +100,18 @@ class AnswerFile:
         self.finished.add(answer.key)
         if not answer.held_out:
             self.answer_tokens += len(answer.answer)
+
+
+def hold_alone(file: IO[Any], where: str) -> None:
+    """Keep other processes from calling this for the same file until it is closed, on file systems that have locks.
+
+    Raises `ConfigurationError`, which begins with `where`, while another process holds it.
+    """
+    with suppress(OSError):  # of a network file system without locks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(f"{where}: another process writes this file; needed one at a time") from None
 
 
 def read_answers(path: Path) -> tuple[Answer, ...]:
@@ -144,7 +167,7 @@ def _parse(path: Path, number: int, line: bytes) -> Answer:
             bool(row["held_out"]),
             tuple(map(int, row["prompt"])),
             answer,
-            _leading(row, len(answer)) if "leading_tokens" in row else None,
+            _leading(row, len(answer)) if answer and "leading_tokens" in row else None,
         )
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ConfigurationError(f"answers {path}, line {number}: needed an answer; {error!r}") from None

@@ -59,6 +59,29 @@ def test_a_partial_line_is_cut_off_and_written_again(tmp_path: Path) -> None:
     assert [found.key for found in read_answers(path)] == ["one", "two"]
 
 
+def test_two_processes_never_write_answers_at_the_same_time(tmp_path: Path) -> None:
+    """The second one would cut off what the first one has just begun to write."""
+    path = tmp_path / "a.jsonl"
+    with AnswerFile(path) as file:
+        with pytest.raises(ConfigurationError, match=r"answers .*a\.jsonl: another process writes this file"):
+            AnswerFile(path).__enter__()
+        file.append(answer("one"))
+
+    with AnswerFile(path) as file:
+        assert file.finished == {"one"}
+
+
+def test_an_empty_answer_with_probabilities_is_read_back(tmp_path: Path) -> None:
+    with AnswerFile(tmp_path / "a.jsonl") as file:
+        file.append(answer("none", written=(), thoughts=True))
+        file.append(answer("one"))
+
+    assert [(found.key, found.answer) for found in read_answers(tmp_path / "a.jsonl")] == [
+        ("none", ()),
+        ("one", (5, 6, 2)),
+    ]
+
+
 @pytest.mark.parametrize(
     "line",
     [

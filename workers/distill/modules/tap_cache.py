@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
-from workers.distill.answers import Answer
+from workers.distill.answers import Answer, hold_alone
 from workers.distill.budget import StepTimes
 from workers.distill.examples import fill_batches, padded
 from workers.model.fingerprint import weights_digest
@@ -149,26 +149,42 @@ class TapCache:
         return f"the hidden states of {tokens:,} tokens take {needed:,} bytes, and its disk has {free:,} free"
 
     def fill(self, read: ReadStates, answers: Sequence[Answer], report: Report, ends: float | None = None) -> None:
-        """Store the taps that are missing, until `ends` (of `time.monotonic`), which the last batch is to keep."""
-        times = StepTimes()
-        missing = [answer for answer in answers if not self.has(answer)]
-        wanted, done = sum(len(self._cut(answer)) for answer in missing), 0
-        with _Rows(self._file, stored_bytes(1, self.width), self._stored) as rows, self._index_path.open("ab") as index:
+        """Store the taps that are missing, until `ends` (of `time.monotonic`), which the last batch is to keep.
+
+        Raises `ConfigurationError` while another process stores some here.
+        """
+        with self._index_path.open("ab") as index:
+            hold_alone(index, f"taps {self._index_path}")
+            self.refresh()  # another process may have stored some since this one looked
             index.truncate(self._index_bytes)  # drops a part of a line that an interruption left
-            for batch in _batches(missing, self.max_length):
-                if not times.one_fits(ends):
-                    break
-                tokens, sources = [self._cut(answer) for answer in batch], [answer.source for answer in batch]
-                with times.one():
-                    found = read(tokens, self.taps, sources)
-                for answer, states in zip(batch, found, strict=True):
-                    file = rows.append(states)
-                    line = {"key": answer.key, "tokens": len(states), "checksum": self._checksum(answer)}
-                    index.write(json.dumps(line | ({"file": file} if file else {})).encode() + b"\n")
-                    done += len(states)
-                index.flush()
-                report(done, wanted)
+            with _Rows(self._file, stored_bytes(1, self.width), self._stored) as rows:
+                self._fill(read, [answer for answer in answers if not self.has(answer)], report, ends, rows, index)
         self.refresh()
+
+    def _fill(
+        self,
+        read: ReadStates,
+        missing: Sequence[Answer],
+        report: Report,
+        ends: float | None,
+        rows: _Rows,
+        index: BinaryIO,
+    ) -> None:
+        times = StepTimes()
+        wanted, done = sum(len(self._cut(answer)) for answer in missing), 0
+        for batch in _batches(missing, self.max_length):
+            if not times.one_fits(ends):
+                break
+            tokens, sources = [self._cut(answer) for answer in batch], [answer.source for answer in batch]
+            with times.one():
+                found = read(tokens, self.taps, sources)
+            for answer, states in zip(batch, found, strict=True):
+                file = rows.append(states)
+                line = {"key": answer.key, "tokens": len(states), "checksum": self._checksum(answer)}
+                index.write(json.dumps(line | ({"file": file} if file else {})).encode() + b"\n")
+                done += len(states)
+            index.flush()
+            report(done, wanted)
 
     def _cut(self, answer: Answer) -> tuple[int, ...]:
         return (*answer.prompt, *answer.answer)[: self.max_length]

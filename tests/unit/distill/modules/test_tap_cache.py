@@ -62,6 +62,37 @@ def test_a_line_of_the_index_that_was_cut_off_is_dropped(tmp_path: Path) -> None
     assert [set(cache.of(answer).flatten().tolist()) for answer in ANSWERS] == [{6}, {7}, {8}]
 
 
+def states_of(rows: Sequence[Sequence[int]], *_: object) -> list[Tensor]:
+    """Hidden states whose values are all the number of tokens of their text."""
+    return [torch.full((len(row), len(TAPS) * HIDDEN_SIZE), len(row), dtype=torch.bfloat16) for row in rows]
+
+
+def test_what_another_process_has_stored_meanwhile_stays(tmp_path: Path) -> None:
+    """A command looks at what is stored, and computes what is missing only once its target has started."""
+    first, second = (TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST) for _ in range(2))
+
+    first.fill(states_of, ANSWERS[:2], lambda done, wanted: None)
+    second.fill(states_of, ANSWERS[1:], lambda done, wanted: None)
+
+    for cache in (second, TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST)):
+        assert [set(cache.of(answer).flatten().tolist()) for answer in ANSWERS] == [{6}, {7}, {8}]
+    assert (tmp_path / "taps-0-2.bfloat16").stat().st_size == stored_bytes(6 + 7 + 8, len(TAPS) * HIDDEN_SIZE)
+
+
+def test_two_processes_never_store_hidden_states_at_the_same_time(tmp_path: Path) -> None:
+    """The index of each would name rows of the other one."""
+
+    def read(rows: Sequence[Sequence[int]], *_: object) -> list[Tensor]:
+        with pytest.raises(ConfigurationError, match=r"taps .*taps-0-2\.jsonl: another process writes this file"):
+            TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST).fill(states_of, ANSWERS, lambda done, wanted: None)
+        return states_of(rows)
+
+    cache = TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST)
+    cache.fill(read, ANSWERS[:1], lambda done, wanted: None)
+
+    assert set(cache.of(ANSWERS[0]).flatten().tolist()) == {6}
+
+
 def test_files_have_a_bounded_size_and_an_interruption_between_two_loses_one_answer_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
