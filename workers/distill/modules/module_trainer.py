@@ -34,7 +34,8 @@ Tokens = tuple[int, ...]
 
 HELD_OUT = "held-out prompts"
 MAX_STORED_LENGTH = 4096
-"""Most tokens of a prompt and its answer whose states are stored. Evaluated prompts are longer than training rows."""
+"""Most tokens of a prompt and its answer whose states are stored, or `--max-length` if that is more: evaluated prompts
+are longer than training rows."""
 _PROMPTS, _MAX_TOKENS = 8, 64
 """Most prompts that the served module answers in one measurement, and most tokens of each answer."""
 _WITH_TREES = ("heads", "block")
@@ -126,7 +127,7 @@ def states_that_fit(run: ModuleRun, card: DraftCard) -> TapCache:
     they are computed, it prints a notice.
     """
     directory = states_of(run.job.target, run.options.work_directory)
-    cache = TapCache(directory, card.taps, card.hidden_size, MAX_STORED_LENGTH)
+    cache = TapCache(directory, card.taps, card.hidden_size, max(MAX_STORED_LENGTH, run.options.max_length))
     if run.options.minutes is None:
         cache.check_space(_answers(run), "--work")
     elif lack := cache.lack_of_space(_answers(run)):

@@ -148,7 +148,7 @@ def test_with_minutes_a_disk_that_may_become_full_is_only_told(
     minutes: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    options = SimpleNamespace(work_directory=tmp_path, minutes=minutes)
+    options = SimpleNamespace(work_directory=tmp_path, minutes=minutes, max_length=512)
     data = SimpleNamespace(held_out=ANSWERS[:1], train=ANSWERS[1:], evaluation=())
     job = SimpleNamespace(target=tmp_path, notices=SimpleNamespace(print=told.append))
     run: Any = SimpleNamespace(job=job, options=options, data=data)
@@ -162,3 +162,16 @@ def test_with_minutes_a_disk_that_may_become_full_is_only_told(
     else:
         module_trainer.states_that_fit(run, card)
         assert told == [f"--work: {tmp_path}: {lack}; --minutes has to end before the disk is full"]
+
+
+@pytest.mark.parametrize(("longest", "stored"), [(512, 4096), (5000, 5000)])
+def test_all_tokens_of_a_text_that_is_trained_on_have_hidden_states(
+    longest: int, stored: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SimpleNamespace(work_directory=tmp_path, minutes=None, max_length=longest)
+    data = SimpleNamespace(held_out=(), train=ANSWERS, evaluation=())
+    run: Any = SimpleNamespace(job=SimpleNamespace(target=tmp_path), options=options, data=data)
+    card: Any = SimpleNamespace(taps=TAPS, hidden_size=HIDDEN_SIZE)
+    monkeypatch.setattr(module_trainer, "states_of", lambda *_: tmp_path)
+
+    assert module_trainer.states_that_fit(run, card).max_length == stored
