@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -37,5 +38,7 @@ def stored_vocabulary(path: Path, tokens: Callable[[], tuple[int, ...]]) -> tupl
     """The tokens in the file. If it does not exist, it is written with `tokens()`: later answers do not change them."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(tokens()), encoding="utf-8")
+        scratch = path.with_name(f"{path.name}.part")
+        scratch.write_text(json.dumps(tokens()), encoding="utf-8")
+        os.replace(scratch, path)  # an interruption leaves no part of it
     return tuple(json.loads(path.read_text(encoding="utf-8")))

@@ -222,6 +222,20 @@ class TestVocabulary:
         assert stored_vocabulary(path, lambda: (1, 2)) == (1, 2)
         assert stored_vocabulary(path, lambda: (3, 4)) == (1, 2)
 
+    def test_an_interruption_while_it_is_written_leaves_nothing_that_cannot_be_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(path: Path, text: str, encoding: str) -> int:
+            path.write_bytes(text[:3].encode(encoding))
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_text", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stored_vocabulary(tmp_path / "vocabulary.json", lambda: (1, 2))
+
+        assert stored_vocabulary(tmp_path / "vocabulary.json", lambda: (1, 2)) == (1, 2)
+
 
 class TestExport:
     def test_the_export_has_the_students_layers_and_no_weights_of_the_target(
