@@ -29,7 +29,13 @@ from workers.distill.modules.memory import (
     module_memory,
     module_size,
 )
-from workers.distill.modules.module_plan import layer_shape, module_training_plan, wanted_shape, with_defaults
+from workers.distill.modules.module_plan import (
+    layer_shape,
+    module_training_plan,
+    refuse_unread,
+    wanted_shape,
+    with_defaults,
+)
 from workers.distill.options import DSPARK, SINGLE_PROCESS, DistillOptions
 from workers.distill.student import checked_config
 from workers.distill.student_pipeline import student_plan
@@ -240,6 +246,7 @@ def _module_training(options: DistillOptions, config: Any, size: TargetSize, tar
 
 def _student_training(options: DistillOptions, size: TargetSize, target: Path) -> Training:
     """The training of a small model. Raises `ConfigurationError` for one whose layers are unlike Llama's."""
+    refuse_unread(options)
     plan = student_plan(options)
     config: Any = checked_config(target, plan, options.vocabulary_size)
     shape = StudentShape(layer_shape(config, options.max_length), int(config.num_hidden_layers))

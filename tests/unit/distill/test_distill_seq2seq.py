@@ -267,7 +267,7 @@ def test_the_command_makes_modules(
     ("more", "message"),
     [
         (("--kind", "eagle"), "--kind: 'eagle' is refused for an encoder-decoder target; it must be layers, heads or"),
-        (("--kind", "heads", "--taps", "4"), "--taps: [4] is refused; it must be within 0 and 3"),
+        (("--kind", "heads", "--layers", "", "--taps", "4"), "--taps: [4] is refused; it must be within 0 and 3"),
         (("--on-policy", "0.5"), "--on-policy: refused for an encoder-decoder target"),
         (("--layers", "7"), "layers: 7 is refused; it must be within 0 and 2"),
         (("--field", "de"), "a text under 'de'"),

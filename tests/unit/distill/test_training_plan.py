@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from workers.distill.dspark.module import SparkModule
 from workers.distill.memory import TargetSize
 from workers.distill.options import DistillOptions
 from workers.distill.seq2seq_data import is_encoder_decoder
+from workers.distill.student_pipeline import check_options
 from workers.model.public_shapes import MaskedBlockShape
 
 CONFIG = LlamaConfig(
@@ -164,6 +166,29 @@ def test_a_number_of_workers_and_recomputing_choose_what_is_planned(
 
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert [(one["ranks"], one["recomputes"]) for one in plans] == [(3, True)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "eagle", "depths": 3}, "--depths: refused for kind eagle; it is for heads, block, table"),
+        ({"kind": "exit", "taps": (1,)}, "--taps: refused for kind exit; it is for heads, block, eagle"),
+        ({"kind": "heads", "layers": (0,)}, "--layers: refused for kind heads; it is for layers, block, eagle, exit"),
+        ({"kind": "block", "mix_rank": 8}, "--mix-rank: refused for kind block; it is for heads"),
+        ({"kind": "layers", "layers": (0,), "depths": 3}, "--depths: refused for kind layers; it is for heads, block"),
+        ({"kind": "layers", "layers": (0,), "int8": True}, "--int8: refused for kind layers; it is for heads, block"),
+    ],
+)
+def test_an_option_that_the_kind_does_not_read_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Else a command would train, for hours perhaps, something other than what it was asked for."""
+    CONFIG.save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        print_plan(DistillOptions(plan=True, **given), tmp_path)
+
+
+def test_options_that_no_draft_model_reads_are_refused_before_anything_is_done() -> None:
+    with pytest.raises(ConfigurationError, match="--optimizer: refused for kind layers; it is for heads, block, eagle"):
+        check_options(DistillOptions(prompts=(Path(__file__),), out=Path("out"), steps=1, optimizer="adamw"))
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
