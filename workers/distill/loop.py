@@ -237,7 +237,8 @@ class TrainingLoop:
         """Train until the plan is finished or nothing improves; the learner then has the best measured parameters.
 
         Ctrl-C and SIGTERM end the step that runs, write a checkpoint and raise `KeyboardInterrupt`. Raises
-        `ConfigurationError` for a checkpoint of another training.
+        `ConfigurationError` for a checkpoint of another training, and instead of writing one with parameters that are
+        not finite.
         """
         with _signals_between_steps() as was_signalled:
             return self._run(report, clock, was_signalled)
@@ -328,8 +329,14 @@ class TrainingLoop:
 
     def _save(self, progress: Progress) -> None:
         path, learner = self._checkpoint, self._learner
-        if path is not None:
-            save_checkpoint(path, learner.parameters, learner.optimizers, progress, self._fingerprint)
+        if path is None:
+            return
+        if not all(bool(value.isfinite().all()) for value in learner.parameters.values()):
+            raise ConfigurationError(
+                f"--learning-rate: {self._plan.learning_rate:g} is refused; it must be lower: at step {progress.step}, "
+                "what is trained has parameters that are not finite"
+            )
+        save_checkpoint(path, learner.parameters, learner.optimizers, progress, self._fingerprint)
 
 
 @contextmanager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
 from workers.distill.chart import loss_curve
 from workers.distill.checkpoints import Progress
@@ -222,3 +225,27 @@ def test_steps_that_are_short_beside_the_time_are_not_spoken_of(tmp_path: Path) 
     progress = TrainingLoop(line, ANSWERS, plan, tmp_path / "checkpoint").run(_ignore, lambda: line.now)
 
     assert (progress.step, long_steps(progress, plan)) == (100, "")
+
+
+class Diverging(Line):
+    """Its loss is not a number from step 3 on."""
+
+    def loss(self, answers: Sequence[Answer], number: int) -> tuple[Tensor, int]:
+        loss, count = super().loss(answers, number)
+        return loss * (float("nan") if number >= 3 else 1.0), count
+
+
+@pytest.mark.parametrize(("pause", "kept"), [(0.0, 3), (1e9, 2)], ids=["a checkpoint a step", "one at the end"])
+def test_a_training_that_diverges_ends_with_an_error_and_its_last_checkpoint_stays(
+    pause: float, kept: int, tmp_path: Path
+) -> None:
+    """Else a draft would be written whose parameters are not numbers, and every later run would go on from them."""
+    file = tmp_path / "checkpoint"
+    plan = TrainingPlan(steps=2, learning_rate=1.0, batch_tokens=16)
+    TrainingLoop(Line(), ANSWERS, plan, file).run(_ignore)
+
+    with pytest.raises(ConfigurationError, match=r"--learning-rate: 1 is refused; it must be lower: at step \d"):
+        TrainingLoop(Diverging(), ANSWERS, replace(plan, steps=6, checkpoint_seconds=pause), file).run(_ignore)
+
+    reached = TrainingLoop(Line(), ANSWERS, replace(plan, steps=kept), file).run(_ignore)
+    assert reached.step == kept and load_file(file)["student.value"].isfinite()
