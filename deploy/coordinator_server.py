@@ -30,6 +30,7 @@ from cluster.wire.server import (
 )
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.network.tracing import make_tracer, tracer_provider
+from deploy.roofline import with_prompt_tokens
 from pilotfish.v1 import coordinator_pb2_grpc, generation_pb2_grpc, operations_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class CoordinatorServer:
         endpoint = configuration.server.otlp_endpoint
         self._traces = None if endpoint is None else tracer_provider(endpoint, "pilotfish-coordinator")
         tracer = None if self._traces is None else make_tracer(self._traces)
-        self.coordinator = Coordinator(target, drafters, configuration, self._metrics, tracer=tracer)
+        settled = with_prompt_tokens(configuration)
+        self.coordinator = Coordinator(target, drafters, settled, self._metrics, tracer=tracer)
         self._is_internal = internal_host is not None
         server = configuration.server
         self._server = WireServer(

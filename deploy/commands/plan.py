@@ -17,6 +17,7 @@ from cluster.wire.address import join_host_port
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.fitting import fit
 from deploy.placement import Placement, Resources, plan
+from deploy.roofline import describe_prompt_tokens
 from deploy.settings import Settings, load_settings
 from deploy.terminal import output, write_json
 
@@ -112,8 +113,9 @@ def _node(
 
 
 def notes(configuration: Configuration, placement: Placement) -> list[str]:
-    """What the table does not say: the target's CUDA graphs, and where drafts without a process are made."""
-    draft, found = configuration.draft, []
+    """What the table does not say: on a GPU, its CUDA graphs and how many prompt tokens a step takes beside decoding,
+    and where drafts without a process are made."""
+    draft, found = configuration.draft, list[str]()
     if placement.target.device == "cuda" and configuration.target.compile != "off":
         from workers.forward.graph_sizes import describe_graphs
 
@@ -123,6 +125,8 @@ def notes(configuration: Configuration, placement: Placement) -> list[str]:
         from workers.draft.registry import describe_graphs as describe_drafting_graphs
 
         found += describe_drafting_graphs(draft)
+    if placement.target.device == "cuda":
+        found.append(describe_prompt_tokens(configuration))
     if draft.weights is None or not placement.drafts_on_target:
         return found
     on_gpu = placement.draft.device == "cuda"

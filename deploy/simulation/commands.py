@@ -88,10 +88,13 @@ def step(
     symmetric_memory: Annotated[
         Literal["off", "on"], typer.Option(help="As `target.symmetric_memory`: how ranks sum.")
     ] = TargetSection.model_fields["symmetric_memory"].default,
+    prompts: Annotated[
+        bool, typer.Option("--prompts", help="Instead, predict a long prompt by `scheduler.max_prompt_tokens`.")
+    ] = False,
 ) -> None:
     """Predict the time of a target's steps on an H100, from their kernels, bytes and operations; no GPU is needed."""
     from deploy.simulation.device.models import MODELS, RankModel, kv_heads
-    from deploy.simulation.device.prediction import prediction_table
+    from deploy.simulation.device.prediction import prediction_table, prompts_table
 
     if model not in MODELS:
         raise ConfigurationError(f"--model {model}: unknown; it must be one of {', '.join(MODELS)}")
@@ -102,4 +105,5 @@ def step(
     if ranks > 1 and MODELS[model].model_type == "qwen3_next":
         raise ConfigurationError(f"--ranks {ranks}: refused; for {model}, whose states are not divided, it must be 1")
     rank = RankModel(model, ranks, kv_dtype=kv_dtype)
-    output.print(prediction_table(rank, symmetric_memory=symmetric_memory == "on"))
+    table = prompts_table if prompts else prediction_table
+    output.print(table(rank, symmetric_memory=symmetric_memory == "on"))

@@ -19,7 +19,7 @@ from deploy.simulation.device import prediction, step
 from deploy.simulation.device.attention import NARROW, WIDE
 from deploy.simulation.device.fake_device import DEVICE, Kernel, KernelCounter, Operation, fake_device
 from deploy.simulation.device.models import MODELS, RankModel, load
-from deploy.simulation.device.prediction import predict
+from deploy.simulation.device.prediction import chunked_prompt, predict
 from deploy.simulation.device.speeds import H100, OTHERS, PRODUCTS, PROMPTS
 from deploy.simulation.device.step import ALL_REDUCE, GATHER, WAIT, Rows, StepCount, count_step
 from tests.gpu_proof.fake_training import MemoryCounter
@@ -278,6 +278,27 @@ def test_the_command_predicts_as_the_setting_says_and_tells_which(monkeypatch: p
     assert by_default == off != on
     assert "one rank of 8, sums by NCCL," in " ".join(off.split())
     assert "one rank of 8, small sums through symmetric memory," in " ".join(on.split())
+
+
+def test_the_prompt_tokens_that_a_gpu_takes_beside_decoding_cost_the_prompt_little() -> None:
+    """The rule of `deploy.roofline`: four times the tokens for which products are balanced."""
+    found = {bound: chunked_prompt(SMALL, bound, 16384, Rows(32, 2048)) for bound in (256, 1024, 2048)}
+    prompt = {bound: one.prompt_seconds / found[2048].prompt_seconds for bound, one in found.items()}
+    wait = {bound: one.mean_seconds / found[2048].mean_seconds for bound, one in found.items()}
+    assert (prompt[1024], wait[1024]) == pytest.approx((1.08, 0.54), abs=0.02)
+    assert (prompt[256], wait[256]) == pytest.approx((1.6, 0.2), abs=0.02)
+
+
+def test_the_command_predicts_a_prompt_by_the_most_of_its_tokens_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch, SMALL.name, 2)
+    monkeypatch.setattr(prediction, "PROMPT_BOUNDS", (1024, 2048))
+    printed = CliRunner().invoke(simulate, ["step", "--prompts"]).output
+    assert "a prompt of 16384 tokens beside 32 sequences of 2048" in " ".join(printed.split())
+    rows = [line.split() for line in printed.splitlines() if line.split()[:1] in (["1024"], ["2048"])]
+    first, second = ([float(cell) for cell in row] for row in rows)
+    assert len(first) == len(second) == 5
+    assert first[2] < second[2]
+    assert first[4] > second[4]
 
 
 def test_ranks_sum_one_half_of_many_rows_while_they_multiply_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from rich.box import SIMPLE
 from rich.table import Table
 
@@ -154,4 +155,56 @@ def prediction_table(model: RankModel, *, symmetric_memory: bool = False) -> Tab
             f"{found.seconds / found.floor_seconds:.2f}",
             f"{1e3 * found.sampling_seconds:.2f}",
         )
+    return table
+
+
+PROMPT_BOUNDS = (256, 512, 1024, 2048, 4096, 8192)
+"""Values of `scheduler.max_prompt_tokens` that are compared."""
+_PROMPT_TOKENS = 16384
+_DECODING = Rows(32, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedPrompt:
+    """The steps of a prompt of which each takes at most so many tokens, beside sequences that decode."""
+
+    bound: int
+    first_seconds: float
+    mean_seconds: float
+    """Mean time of a step: what a token of the sequences that decode waits."""
+    last_seconds: float
+    prompt_seconds: float
+    """Time of all steps."""
+
+
+def chunked_prompt(
+    model: RankModel, bound: int, prompt: int, decoding: Rows, *, symmetric_memory: bool = False
+) -> ChunkedPrompt:
+    """Predict the steps of a prompt. Those between the first, the middle and the last one are interpolated."""
+    begins = range(0, prompt, bound)
+    known = sorted({begins[0], begins[len(begins) // 2], begins[-1]})
+    seconds = [
+        predict(
+            count_step(model, (decoding, Rows(1, begin, fresh=min(bound, prompt - begin)))),
+            symmetric_memory=symmetric_memory,
+        ).seconds
+        for begin in known
+    ]
+    all_steps = np.interp(begins, known, seconds)
+    return ChunkedPrompt(bound, seconds[0], float(all_steps.mean()), seconds[-1], float(all_steps.sum()))
+
+
+def prompts_table(model: RankModel, *, symmetric_memory: bool = False) -> Table:
+    """What tokens wait for a prompt beside them, and how long it takes, by the most of its tokens in a step."""
+    alone = predict(count_step(model, (_DECODING,)), symmetric_memory=symmetric_memory).seconds
+    title = f"{model.name}: a prompt of {_PROMPT_TOKENS} tokens beside {_DECODING.count} sequences of "
+    title += f"{_DECODING.stored}, whose steps take {1e3 * alone:.1f} ms without it, on H100: predicted"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("scheduler.max_prompt_tokens", justify="right")
+    for heading in ("first step\nms", "mean step\nms", "last step\nms", "prompt\nms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for bound in PROMPT_BOUNDS:
+        found = chunked_prompt(model, bound, _PROMPT_TOKENS, _DECODING, symmetric_memory=symmetric_memory)
+        steps = (found.first_seconds, found.mean_seconds, found.last_seconds)
+        table.add_row(str(bound), *(f"{1e3 * one:.1f}" for one in steps), f"{1e3 * found.prompt_seconds:.0f}")
     return table

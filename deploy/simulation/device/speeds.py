@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from deploy import roofline
+
 
 class Ring(NamedTuple):
     """A protocol with which NCCL sums around a ring of ranks."""
@@ -41,8 +43,8 @@ class Device:
 
 
 H100 = Device(
-    bytes_per_second=3.35e12,  # NVIDIA's data sheet, H100 SXM
-    flops_per_second=989e12,  # NVIDIA's data sheet, H100 SXM, bfloat16 without sparsity
+    bytes_per_second=roofline.H100.bytes_per_second,
+    flops_per_second=roofline.H100.flops_per_second["bfloat16"],
     graph_launch_seconds=0.5e-6,  # NVIDIA's blog "Getting Started with CUDA Graphs", 2019: 3.4 - 2.9 µs, on a V100
     launch_seconds=3.8e-6,  # the same, launches without a graph
     link_bytes_per_second=450e9,  # NVIDIA's data sheet: 900 GB/s NVLink in both directions together

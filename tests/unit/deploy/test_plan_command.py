@@ -87,8 +87,9 @@ def test_it_says_why_a_draft_model_shares_the_targets_gpu(capsys: pytest.Capture
     one = ("--set", "target.replicas=1", "--set", "target.tensor_parallel=1", *model)
     for gpus, notes in ((1, 1), (2, 0)):
         found = planned(capsys, *one, "--node", f"cpus=32,gpus={gpus}")
-        graphs, *others = found["notes"]
+        graphs, prompts, *others = found["notes"]
         assert graphs.startswith("CUDA graphs of the target, captured before the first request: 37 by rows and tokens")
+        assert prompts.startswith("prompts beside decoding: at most 128 tokens of a step ")
         assert len(others) == notes
         assert [process["role"] for process in found["processes"]].count("draft") == 1 - notes
     assert run(*one, "--node", "cpus=32,gpus=1") == 0
@@ -112,3 +113,11 @@ def test_it_tells_the_graphs_of_the_drafting_method(
     assert [note.removeprefix("CUDA graphs of ").removeprefix("the ").split(",")[0] for note in graphs] == told
     if method == "eagle" and graphs:
         assert "captured when it is loaded, before the target's KV pool is sized: 37 by rows and tokens" in graphs[1]
+
+
+def test_it_tells_how_many_prompt_tokens_a_gpu_takes_beside_decoding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("plan", "--config", "gpu", "--node", "cpus=16,gpus=1") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "prompts beside decoding: at most 1024 tokens of a step (scheduler.max_prompt_tokens is unset)" in printed
+    assert run_command("plan", "--config", "cpu", "--node", "cpus=16") == 0
+    assert "prompts beside decoding" not in capsys.readouterr().out
