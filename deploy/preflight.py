@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.core.config.draft_section import DraftModelSection
 from cluster.core.config.model_section import DTYPE_BYTES, USUAL_FRACTION
@@ -23,11 +23,15 @@ from cluster.wire.tls import client_context, server_files
 from deploy.fitting import Fit, fit
 from deploy.placement import Group, Placement, Resources, RolePlacement
 from deploy.settings import Settings
+from workers.draft.registry import graph_bytes
 from workers.model.draft_card import is_distilled, read_card
 from workers.model.formats.checkpoint import safetensors_header
 from workers.model.head_counts import ranks_that_divide
 from workers.model.text_tokenizer import TextTokenizer, same_tokens
 from workers.model.weight_files import is_encoder_decoder, weight_files
+
+if TYPE_CHECKING:
+    from workers.forward.graph_memory import ModelSizes
 
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MOST_NODES = 8
@@ -259,6 +263,8 @@ def memory_problems(
                 f"{_gib(smallest.gpu_memory_bytes)} free on {smallest.node}",
                 f"lower {need.key}.kv.pool_bytes, raise target.tensor_parallel, or choose a smaller model",
             )
+        elif need is needs[0] and need.device == "cuda" and smallest is not None:
+            yield from _pool_problems(configuration, placement, need, smallest, target)
     for node in nodes:
         needed = sum(need.process_bytes * _processes(found, need.role, node) for need in needs if need.device == "cpu")
         if needed > node.memory_bytes:
@@ -290,6 +296,55 @@ def _shared_gpu_problems(
                 f"{_gib(node.gpu_memory_bytes)} free on {node.node}",
                 f"lower {draft.key}.kv.memory_fraction, set {draft.key}.device=cpu, or choose a smaller draft",
             )
+
+
+def _pool_problems(
+    configuration: Configuration, placement: Placement, need: _Needs, node: Resources, directory: Path
+) -> Iterator[Problem]:
+    """The problem of a configured pool of the target that leaves its GPU no memory for CUDA graphs and activations.
+
+    A pool without `pool_bytes` takes a part of what they leave.
+    """
+    pool, draft = configuration.target.kv.pool_bytes, configuration.draft
+    if pool is None:
+        return
+    values, ranks = read_model_config(directory), configuration.target.tensor_parallel
+    vocabulary = int(values.get("vocab_size") or 0)
+    sizes = _sizes(values, configuration, ranks)
+    tokens = configuration.target.kv.step_tokens or configuration.scheduler.max_step_tokens
+    taken = {"activations": tokens * sizes.layer_bytes}
+    if configuration.target.compile != "off":
+        taken["CUDA graphs"] = sizes.graph_bytes
+        if placement.drafts_on_target and draft.is_enabled:
+            taken[f"those of draft.method={draft.name}"] = graph_bytes(draft, vocabulary)
+    most = node.gpu_memory_bytes - (need.process_bytes - pool) - sum(taken.values())
+    if pool > most:
+        parts = ", ".join(f"{_gib(count)} of {name}" for name, count in taken.items() if count)
+        yield Problem(
+            "target.kv.pool_bytes",
+            f"at most {max(0, most)} beside {_gib(need.process_bytes - pool)} of weights, {parts} on {node.node}",
+            f"{pool}, of {_gib(node.gpu_memory_bytes)} free",
+            "lower it, or unset it: the pool then takes what is left",
+        )
+
+
+def _sizes(values: Mapping[str, Any], configuration: Configuration, ranks: int) -> ModelSizes:
+    """The sizes of one rank's part of the target, by its `config.json`; those that it does not state are 0."""
+    from workers.forward.graph_memory import ModelSizes  # imports torch, as `stored_bytes` does
+
+    def stated(*names: str) -> int:
+        return next((int(values[name]) for name in names if values.get(name)), 0)
+
+    hidden, heads = stated("hidden_size", "n_embd", "d_model"), stated("num_attention_heads", "n_head")
+    width = stated("kv_lora_rank", "head_dim") or hidden // max(1, heads)
+    longest = stated("max_position_embeddings", "n_positions")
+    return ModelSizes(
+        hidden_size=hidden,
+        vocabulary_size=-(-stated("vocab_size") // ranks),
+        attended=((-(-heads // ranks), width),),
+        longest=min(configuration.target.max_context_len or longest, longest),
+        number_bytes=DTYPE_BYTES[configuration.target.dtype],
+    )
 
 
 def _processes(found: Fit, role: str, node: Resources) -> int:

@@ -20,6 +20,7 @@ from cluster.core.drafting import DescribedMethod, EvidenceNeeds, Tap
 from cluster.core.errors import ConfigurationError
 from cluster.core.ports import DraftMethod
 from workers.draft.common.combination import combined
+from workers.forward.graph_sizes import drafting_graph_bytes
 from workers.model.weight_files import is_encoder_decoder
 
 Factory = Callable[[Any, DraftSection, TargetSection], DraftMethod]
@@ -161,6 +162,15 @@ def describe_graphs(draft: DraftSection) -> list[str]:
         for name, plugin in _selected(draft)
         if (graphs := draft.settings(name, plugin.settings).graphs)
     ]
+
+
+def graph_bytes(draft: DraftSection, vocabulary_size: int) -> int:
+    """Bytes of a GPU that the CUDA graphs of the selected methods take at least, for a target with so many tokens.
+
+    Raises `ModelLoadError` if a module has no card.
+    """
+    sections = (draft.settings(name, plugin.settings) for name, plugin in _selected(draft))
+    return sum(drafting_graph_bytes(one.graph_logits(vocabulary_size)) for one in sections)
 
 
 def check_standalone(draft: DraftSection) -> None:

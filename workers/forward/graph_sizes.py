@@ -46,6 +46,8 @@ _FEWEST_BLOCKS, _MOST_KEYS, _MOST_GATHERED_TOKENS = 8, 1 << 17, 2048
 MOST_RANKED = 256
 """Most tokens of a drafting module's graph whose logits are in it: those of 256 tokens and 150,000 candidates take
 400 MB."""
+_LOGIT_BYTES = 2 + 4 + 4
+"""Bytes of such a logit: as its product has it, in float32, and among the results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,16 @@ def drafting_graph_sizes(widths: Iterable[int] = _WIDTHS, most: int = MOST_TOKEN
 def smallest_drafting_graph(sizes: Iterable[DraftingSize], rows: int, tokens: int) -> DraftingSize | None:
     """The first of `sizes`, in ascending order, that so many rows and tokens fit; `None` if they fit none."""
     return next((size for size in sizes if rows <= size.rows and tokens <= size.tokens), None)
+
+
+def ranked_tokens(widths: Iterable[int]) -> int:
+    """The tokens of the largest graph of a drafting module whose logits are in it, by its widths."""
+    return max((size.tokens for size in drafting_graph_sizes(widths, MOST_RANKED)), default=0)
+
+
+def drafting_graph_bytes(logits: int) -> int:
+    """Bytes of a GPU that a drafting module's graphs take at least, by the logits in the largest one."""
+    return logits * _LOGIT_BYTES
 
 
 def widths_up_to(most: int) -> list[int]:

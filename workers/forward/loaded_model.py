@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from cluster.core.request import USUAL_SCORING, BeamScoring
-from workers.forward.graph_sizes import LONGEST, MOST_TOKENS
+from workers.forward.graph_memory import ModelSizes
 from workers.forward.layout import RowShape
 from workers.forward.partial_pass import WHOLE, PartialPass
-from workers.forward.triton.tiles import most_splits, padded_width
-from workers.kv.groups import AttentionWindow
 from workers.kv.pool import KvPool
 from workers.kv.spec import TOKENS_ALONE, KvCacheSpec, LayerShape
 from workers.kv.state_slots import StateShape
@@ -183,20 +181,20 @@ class LoadedModel:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the device that what layers compute of a token needs at most: 32 numbers for each of a hidden state
-        are taken to live at once."""
-        return 32 * self.hidden_size * self.dtype.itemsize
+        """Bytes of the device that what layers compute of a token needs at most."""
+        return self._sizes.layer_bytes
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes of the device that its CUDA graphs need at most: those of the largest, since all graphs share them.
+        """Bytes of the device that its CUDA graphs need at most."""
+        return self._sizes.graph_bytes
 
-        These are the sums of attention's splits, in its kernel's padded rows and as many as under a window; four times
-        the logits, in the graph with what a soft cap makes of them, and as the results of this graph and of smaller
-        ones; and `layer_bytes` of each token.
-        """
-        splits = most_splits(min(LONGEST, self.max_context_len), 1, AttentionWindow(LONGEST))
-        heads = (one.kv_heads * one.heads_per_kv * (padded_width(one.value_dim) + 2) for one in self.layers)
-        sums = max(heads) * splits * 4
-        logits = 4 * -(-self.vocabulary_size // self.tensor_parallel) * self.dtype.itemsize
-        return MOST_TOKENS * (sums + logits + self.layer_bytes)
+    @property
+    def _sizes(self) -> ModelSizes:
+        return ModelSizes(
+            hidden_size=self.hidden_size,
+            vocabulary_size=-(-self.vocabulary_size // self.tensor_parallel),
+            attended=tuple((one.kv_heads * one.heads_per_kv, one.value_dim) for one in self.layers),
+            longest=self.max_context_len,
+            number_bytes=self.dtype.itemsize,
+        )

@@ -8,10 +8,9 @@ from functools import partial
 from itertools import product
 from math import prod
 
-import psutil
 import torch
 
-from cluster.core.config.model_section import GPU_FRACTION, USUAL_FRACTION, PoolSection
+from cluster.core.config.model_section import PoolSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import BlockId
@@ -19,22 +18,17 @@ from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.tree import ROOT
 from workers.kv.allocator import BlockAllocator
 from workers.kv.block_table import BlockTable, Prefix
-from workers.kv.eight_bits import STORED_TYPES, record_bytes
+from workers.kv.eight_bits import record_bytes
 from workers.kv.groups import KvCacheGroups, group_layers
 from workers.kv.huge_pages import huge_pages
-from workers.kv.spec import TOKENS_ALONE, KvCacheSpec
+from workers.kv.pool_size import block_bytes, blocks_that_fit, kept_prefix_states, kept_sequences, stored_type
+from workers.kv.spec import KvCacheSpec
 from workers.kv.states import STATES_PER_SEQUENCE, SequenceStates, StateStore
 from workers.kv.store import KvStore
 from workers.kv.tiers import Tiers, agreed_length
 from workers.ranks import least_of_all_ranks
 from workers.transfer import to_device
 
-_MAX_BLOCKS = 1 << 22
-USUAL_SEQUENCES = 32
-"""Sequences with recurrent states in a pool whose section states no number."""
-PREFIX_STATES_PER_SEQUENCE = 2
-"""States at the ends of cached blocks for each sequence, unless the section states a number: one after the last block
-of a running sequence, and one of an earlier prompt."""
 RECURRENT_DRAFT = (
     "draft.model.path: a model with recurrent layers is refused, since a draft is cut to shorter lengths and "
     "its earlier states are gone; it must have attention alone"
@@ -43,80 +37,6 @@ RECURRENT_DRAFT = (
 
 _Search = Callable[[int, Callable[[bytes], bool] | None], Prefix]
 """(max tokens, is_offloaded) → the longest stored prefix; see `BlockAllocator.find`."""
-
-
-def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool = False) -> int:
-    """Number of blocks that fit into the configured bytes, or the fraction of unreserved free memory, on this rank.
-
-    Raises `ConfigurationError` if not even one fits.
-    """
-    budget = section.pool_bytes
-    if budget is None:
-        budget = int(max(0, _free_bytes(spec.device) - _reserved_bytes(spec, section)) * memory_fraction(spec, section))
-    if spec.states:
-        needed = state_bytes(spec, section)
-        if needed >= budget:
-            raise ConfigurationError(
-                f"target.kv.sequences: the recurrent states of {_sequences(section)} sequences take {needed} bytes and "
-                f"the pool may take {budget} bytes; lower scheduler.max_sequences or target.kv.prefix_states, or raise "
-                "target.kv.pool_bytes or target.kv.memory_fraction"
-            )
-        budget -= needed
-    size = block_bytes(group_layers(spec, section, truncatable), spec.dtype, stored_type(section))
-    blocks = min(budget // size, _MAX_BLOCKS)
-    if spec.layers == (TOKENS_ALONE,):  # as many as all sequences and kept prefixes can use
-        blocks = min(blocks, 2 * _sequences(section) * -(-spec.max_context_len // section.block_size))
-    if blocks < 1:
-        raise ConfigurationError(
-            f"kv.pool_bytes: a block of {section.block_size} tokens takes {size} bytes, "
-            f"and the pool may take {budget} bytes"
-        )
-    return int(blocks)
-
-
-def memory_fraction(spec: KvCacheSpec, section: PoolSection) -> float:
-    """The share of the free memory that a pool takes. A draft model's shares its GPU with the target."""
-    if section.memory_fraction is not None:
-        return section.memory_fraction
-    return GPU_FRACTION if spec.device.type == "cuda" and isinstance(section, KvSection) else USUAL_FRACTION
-
-
-def _reserved_bytes(spec: KvCacheSpec, section: PoolSection) -> int:
-    """Bytes of the device for CUDA graphs and for the activations of the largest step."""
-    tokens = (section.step_tokens if isinstance(section, KvSection) else None) or 0
-    return spec.reserved_bytes + tokens * spec.step_token_bytes
-
-
-def stored_type(section: PoolSection) -> torch.dtype | None:
-    """The 8-bit type of stored keys and values; `None` where they have the model's type."""
-    return STORED_TYPES.get(section.dtype) if isinstance(section, KvSection) else None
-
-
-def block_bytes(kv_groups: KvCacheGroups, dtype: torch.dtype, stored: torch.dtype | None = None) -> int:
-    """Bytes of keys and values in one block on this rank, scales included. `stored` is their 8-bit type, if any."""
-    token = 0
-    for shape in kv_groups.block_layers:
-        own = shape.kv_heads * shape.head_dim * dtype.itemsize if stored is None else record_bytes(shape)
-        token += shape.records * own
-    return token * kv_groups.layout.block_size
-
-
-def state_bytes(spec: KvCacheSpec, section: PoolSection) -> int:
-    """Most bytes that the states of recurrent layers take on this rank; 0 without such layers."""
-    count = 1 + STATES_PER_SEQUENCE * _sequences(section) + _prefix_states(section)  # one is all zeros
-    return sum(shape.size for shape in spec.states) * count
-
-
-def _sequences(section: PoolSection) -> int:
-    """Sequences whose recurrent states the pool has room for."""
-    return (section.sequences if isinstance(section, KvSection) else None) or USUAL_SEQUENCES
-
-
-def _prefix_states(section: PoolSection) -> int:
-    """States at the ends of cached blocks that the pool has room for."""
-    if not isinstance(section, KvSection) or not section.prefix_cache:
-        return 0
-    return section.prefix_states or PREFIX_STATES_PER_SEQUENCE * _sequences(section)
 
 
 def _make_states(spec: KvCacheSpec, section: PoolSection, *, truncatable: bool) -> StateStore | None:
@@ -131,16 +51,8 @@ def _make_states(spec: KvCacheSpec, section: PoolSection, *, truncatable: bool) 
             "states are not stored with its blocks; they must be unset"
         )
     return StateStore(
-        spec.states, spec.device, STATES_PER_SEQUENCE * _sequences(section), prefixes=_prefix_states(section)
+        spec.states, spec.device, STATES_PER_SEQUENCE * kept_sequences(section), prefixes=kept_prefix_states(section)
     )
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading has freed
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return int(psutil.virtual_memory().available)
 
 
 def _allocate_tensors(

@@ -15,7 +15,8 @@ from cluster.core.verification import StepSample
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.runner import choose_attention
 from workers.forward.symmetric_all_reduce import reduce_through_symmetric_memory
-from workers.kv.pool import KvPool, blocks_that_fit
+from workers.kv.pool import KvPool
+from workers.kv.pool_size import blocks_that_fit
 from workers.kv.start_memory import populate, release_free_memory
 from workers.model.drafting.fusion import load_fusion
 from workers.model.fingerprint import fingerprint, weights_digest

@@ -38,6 +38,10 @@ class PluginSettings(Section):
         """The passes of a drafting method that a GPU runs as CUDA graphs, in words; empty: it has none."""
         return ""
 
+    def graph_logits(self, vocabulary_size: int) -> int:  # noqa: ARG002 - by default there are none
+        """The logits that the largest of these CUDA graphs computes, for a target with so many tokens."""
+        return 0
+
     def check_selected(self) -> None:
         """Raise `ValueError` when the plug-in is selected but a setting that it needs is missing."""
 

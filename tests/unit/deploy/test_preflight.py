@@ -19,7 +19,9 @@ from deploy.placement import Resources, plan
 from deploy.settings import load_settings
 from tests.support.certificates import Authority
 from tests.support.models import tiny_tokenizer
+from workers.forward.graph_memory import ModelSizes
 from workers.model.draft_card import DraftCard
+from workers.model.draft_shapes import HeadsShape
 from workers.serve.configuration import load_configuration
 
 LAPTOP = Resources(cpus=2, gpus=0, memory_bytes=8 << 30)
@@ -264,6 +266,47 @@ def test_a_draft_on_the_targets_gpu_needs_memory_there_beside_the_target(tmp_pat
         "target GPU memory: needed 0.0 GiB for the weights of target and draft and for the draft's KV"
     )
     assert "lower draft.model.kv.memory_fraction" in line
+
+
+SIZES = ModelSizes(hidden_size=24, vocabulary_size=3, attended=((6, 4),), longest=1000, number_bytes=2)
+"""Of the model of the next test."""
+GRAPHS, ACTIVATIONS = SIZES.graph_bytes, 512 * SIZES.layer_bytes
+
+
+@pytest.mark.parametrize(("settings", "taken", "told"), [
+    ({"draft.method": "none"}, ACTIVATIONS + GRAPHS, "of activations, 0.0 GiB of CUDA graphs on this machine"),
+    ({"draft.method": "none", "target.compile": "off"}, ACTIVATIONS, "of activations on this machine"),
+    (
+        {"draft.method": "heads", "draft.heads.path": "heads"},
+        ACTIVATIONS + GRAPHS + 64 * 4 * 3 * 10,  # 64 rows of four depths, three tokens, ten bytes of a logit
+        "of activations, 0.0 GiB of CUDA graphs, 0.0 GiB of those of draft.method=heads on this machine",
+    ),
+    ({"draft.method": "heads", "draft.heads.path": "heads", "target.compile": "off"}, ACTIVATIONS, "of activations on"),
+], ids=["target", "no graphs", "drafts", "drafts without graphs"])  # fmt: skip
+def test_a_configured_pool_must_leave_a_gpu_memory_for_graphs_and_activations(
+    settings: dict[str, object], taken: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory, heads = model_directory(tmp_path / "m"), tmp_path / "heads"
+    values = json.loads((directory / "config.json").read_text()) | {"hidden_size": 24, "max_position_embeddings": 1000}
+    (directory / "config.json").write_text(json.dumps(values))
+    heads.mkdir()
+    DraftCard("t", 3, 24, (), None, "heads", (2,), HeadsShape(depths=4, mix_rank=0, selector_rank=0)).write(heads)
+    weights, pool = 8 * 4 * 2, 1 << 30
+    base = {"target.device": "cuda", "target.dtype": "bfloat16", "draft.placement": "target"}
+
+    def problems(free: int, pool_bytes: int | None = pool) -> list[str]:
+        configuration = load_configuration({}, base | settings | {"target.kv.pool_bytes": pool_bytes})
+        nodes = [Resources(8, 1, 1 << 40, free)]
+        placement = plan(configuration, nodes)
+        return [str(one) for one in preflight.memory_problems(configuration, placement, nodes, directory, None)]
+
+    assert problems(weights + taken + pool) == []
+    (line,) = problems(weights + taken + pool - 1)
+    assert line.startswith(f"target.kv.pool_bytes: needed at most {pool - 1} beside 0.0 GiB of weights, ")
+    assert told in line
+    assert line.endswith(f", found {pool}, of 1.0 GiB free; lower it, or unset it: the pool then takes what is left")
+    assert problems(weights + taken - 1, pool_bytes=None) == []
 
 
 def test_a_model_that_fits_is_no_problem(tmp_path: Path) -> None:

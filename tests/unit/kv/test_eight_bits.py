@@ -11,7 +11,8 @@ from cluster.core.config.model_section import PoolSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.ids import BlockId
 from workers.kv.eight_bits import LEAST, STORED_TYPES, dequantize, quantize
-from workers.kv.pool import KvPool, block_bytes, blocks_that_fit
+from workers.kv.pool import KvPool
+from workers.kv.pool_size import block_bytes, blocks_that_fit
 from workers.kv.spec import KvCacheSpec, LayerShape
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from cluster.core.kv import KvGroup
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.kv.groups import AttentionWindow, KvCacheGroups, LayerPlacement, group_layers
-from workers.kv.pool import KvPool, block_bytes, blocks_that_fit
+from workers.kv.pool import KvPool
+from workers.kv.pool_size import block_bytes, blocks_that_fit
 from workers.kv.spec import KvCacheSpec, LayerShape
 from workers.model.loading import load_model
 

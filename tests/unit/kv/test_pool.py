@@ -11,8 +11,10 @@ import torch
 
 from cluster.core.config.model_section import PoolSection
 from cluster.core.config.target_section import KvSection
-from workers.kv import pool
-from workers.kv.pool import KvPool, blocks_that_fit
+from cluster.core.errors import ConfigurationError
+from workers.kv import pool, pool_size
+from workers.kv.pool import KvPool
+from workers.kv.pool_size import blocks_that_fit
 from workers.kv.spec import KvCacheSpec, LayerShape
 
 SPEC = KvCacheSpec((LayerShape(2, 8),), 64, torch.float32, torch.device("cpu"))
@@ -20,7 +22,7 @@ BLOCK_BYTES = 2 * 2 * 8 * 4 * 16
 
 
 def test_a_pool_takes_its_share_of_the_free_memory_that_is_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_free_bytes", lambda _: 1000 * BLOCK_BYTES)
+    monkeypatch.setattr(pool_size, "_free_bytes", lambda _: 1000 * BLOCK_BYTES)
     section = KvSection(block_size=16, memory_fraction=0.5)
     assert blocks_that_fit(SPEC, section) == 500
     assert blocks_that_fit(replace(SPEC, reserved_bytes=400 * BLOCK_BYTES), section) == 300
@@ -29,13 +31,30 @@ def test_a_pool_takes_its_share_of_the_free_memory_that_is_not_reserved(monkeypa
 
 
 def test_a_target_on_a_gpu_takes_most_of_what_graphs_and_activations_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_free_bytes", lambda _: 1000 * BLOCK_BYTES)
+    monkeypatch.setattr(pool_size, "_free_bytes", lambda _: 1000 * BLOCK_BYTES)
     target = KvSection(block_size=16, step_tokens=2048)
     on_gpu = replace(SPEC, device=torch.device("cuda", 0), reserved_bytes=100 * BLOCK_BYTES)
     computed = replace(on_gpu, step_token_bytes=400 * BLOCK_BYTES // 2048)
     assert blocks_that_fit(on_gpu, target) == 810
     assert blocks_that_fit(computed, target) == 450
     assert blocks_that_fit(SPEC, target) == blocks_that_fit(on_gpu, PoolSection(block_size=16)) + 10 == 100
+
+
+@pytest.mark.parametrize(
+    ("section", "name"), [(KvSection(step_tokens=2048), "target.kv"), (PoolSection(), "draft.model.kv")]
+)
+def test_configured_bytes_that_leave_a_gpu_no_memory_for_graphs_and_activations_are_refused(
+    section: PoolSection, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_size, "_free_bytes", lambda _: 1000 * BLOCK_BYTES)
+    reserved, on_gpu = 100 * BLOCK_BYTES, torch.device("cuda", 0)
+    spec = replace(SPEC, device=on_gpu, reserved_bytes=reserved, step_token_bytes=400 * BLOCK_BYTES // 2048)
+    most = 500 if isinstance(section, KvSection) else 900
+    assert blocks_that_fit(spec, section.model_copy(update={"pool_bytes": most * BLOCK_BYTES})) == most
+    given = most * BLOCK_BYTES + 1
+    with pytest.raises(ConfigurationError) as refused:
+        blocks_that_fit(spec, section.model_copy(update={"pool_bytes": given}))
+    assert f"{name}.pool_bytes: {given} is refused; it must be at most {most * BLOCK_BYTES}, " in str(refused.value)
 
 
 def test_memory_that_loading_has_freed_counts_as_free_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

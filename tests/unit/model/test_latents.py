@@ -14,7 +14,8 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from tests.support.models import tiny
 from workers.forward.latent_heads import latent_heads
-from workers.kv.pool import KvPool, block_bytes
+from workers.kv.pool import KvPool
+from workers.kv.pool_size import block_bytes
 from workers.kv.spec import LayerShape
 from workers.model.loading import load_model
 

@@ -39,7 +39,8 @@ from workers.forward.recurrent import bind_recurrent, cache_name
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.block_table import BlockTable
 from workers.kv.groups import group_layers
-from workers.kv.pool import PREFIX_STATES_PER_SEQUENCE, KvPool, block_bytes, blocks_that_fit, state_bytes
+from workers.kv.pool import KvPool
+from workers.kv.pool_size import PREFIX_STATES_PER_SEQUENCE, block_bytes, blocks_that_fit, state_bytes
 from workers.kv.states import STATES_PER_SEQUENCE
 from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration

@@ -7,6 +7,7 @@ P-EAGLE heads predict all depths in one pass instead.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
@@ -15,7 +16,9 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from workers.draft.common.modules.module_settings import ContextModuleSettings, needs_of_module
 from workers.draft.registry import ON_TARGET_FIRST, register
-from workers.forward.graph_sizes import describe_head_graphs
+from workers.forward.graph_sizes import describe_head_graphs, ranked_tokens, widths_up_to
+from workers.model.formats.registry import read_draft
+from workers.model.public_shapes import FeatureShape
 
 if TYPE_CHECKING:
     from workers.draft.eagle.eagle_drafter import EagleTreeDrafter
@@ -35,6 +38,12 @@ class EagleSettings(ContextModuleSettings):
     @property
     def graphs(self) -> str:
         return describe_head_graphs(self.width)
+
+    def graph_logits(self, vocabulary_size: int) -> int:
+        card = read_draft(Path(self.path), self.taps)
+        if isinstance(card.shape, FeatureShape) and card.shape.depths:
+            return 0  # P-EAGLE ranks outside of graphs
+        return ranked_tokens(widths_up_to(self.width)) * (card.vocabulary_size or vocabulary_size)
 
 
 @register(

@@ -8,6 +8,7 @@ criteria of that paper are the acceptance rule `blockwise`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from cluster.core.config.draft_section import DraftSection
@@ -15,7 +16,10 @@ from cluster.core.config.target_section import TargetSection
 from workers.draft.common.modules.module_settings import ModuleSettings, TreeSettings, needs_of_module
 from workers.draft.common.modules.ranked_paths import TreeForm
 from workers.draft.registry import ON_TARGET_FIRST, register
-from workers.forward.graph_sizes import describe_parallel_graphs
+from workers.forward.graph_sizes import describe_parallel_graphs, ranked_tokens
+from workers.model.draft_shapes import HeadsShape
+from workers.model.formats.registry import read_draft
+from workers.model.public_shapes import MedusaShape
 
 if TYPE_CHECKING:
     from workers.draft.heads.heads_drafter import HeadsDrafter
@@ -31,6 +35,9 @@ class HeadsSettings(ModuleSettings, TreeSettings):
     def graphs(self) -> str:
         return describe_parallel_graphs()
 
+    def graph_logits(self, vocabulary_size: int) -> int:
+        return _graph_logits(self, vocabulary_size)
+
 
 class BlockwiseSettings(ModuleSettings):
     """The heads; the length of a chain is `draft.max_depth`, at most one token for each head."""
@@ -41,6 +48,17 @@ class BlockwiseSettings(ModuleSettings):
     @property
     def graphs(self) -> str:
         return describe_parallel_graphs()
+
+    def graph_logits(self, vocabulary_size: int) -> int:
+        return _graph_logits(self, vocabulary_size)
+
+
+def _graph_logits(settings: ModuleSettings, vocabulary_size: int) -> int:
+    """The logits in the largest graph. Hydra heads read each other's tokens, and have no graphs."""
+    card = read_draft(Path(settings.path), settings.taps)
+    if not isinstance(card.shape, (HeadsShape, MedusaShape)):
+        return 0
+    return ranked_tokens((card.shape.depths,)) * (card.vocabulary_size or vocabulary_size)
 
 
 @register("heads", HeadsSettings, needs=needs_of_module, places=ON_TARGET_FIRST)

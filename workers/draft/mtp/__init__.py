@@ -16,7 +16,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.drafting import EvidenceNeeds
 from workers.draft.common.modules.module_settings import ContextSettings
 from workers.draft.registry import ON_TARGET_FIRST, register
-from workers.forward.graph_sizes import describe_head_graphs
+from workers.forward.graph_sizes import describe_head_graphs, ranked_tokens, widths_up_to
 from workers.model.draft_card import LAST_TAP
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ class MtpSettings(ModuleSection, ContextSettings):
     @property
     def graphs(self) -> str:
         return describe_head_graphs(self.width)
+
+    def graph_logits(self, vocabulary_size: int) -> int:
+        return ranked_tokens(widths_up_to(self.width)) * vocabulary_size
 
 
 @register(
