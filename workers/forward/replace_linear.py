@@ -18,7 +18,7 @@ from workers.forward.linear import (
     make_linear_kernel,
     merge_linears,
 )
-from workers.forward.weights.base import LinearKernel, NoGpuProduct, Storage, grows_if_joined
+from workers.forward.weights.base import LinearKernel, NoGpuProduct, Storage, stay_apart
 from workers.forward.weights.choice import store
 from workers.forward.weights.modules import LINEAR_TYPES, StoredEmbedding, StoredLinear
 from workers.forward.weights.plain import TiledWeight
@@ -131,13 +131,9 @@ def _merge(parent: nn.Module, path: str, names: tuple[str, ...], plan: dict[str,
     if any(style not in ("whole", "colwise") for style in styles):
         return
     storages, biases = zip(*(own_storage(layer, how[0]) for layer in layers), strict=True)
-    if len({bias is None for bias in biases}) > 1:
-        return
-    if grows_if_joined(storages):
+    if len({bias is None for bias in biases}) > 1 or stay_apart(storages):
         return
     joined = storages[0].joined(storages[1:])
-    if joined.device.type != "cpu" and not joined.is_widened and any(one.is_widened for one in storages):
-        return  # they would be larger as one than they are stored
     bias = None if biases[0] is None else torch.cat(biases)
     product = _kernel(joined, bias, f"{path}.{names[0]}", how)
     for name, layer, fast in zip(names, layers, merge_linears(product, [one.outputs for one in storages]), strict=True):

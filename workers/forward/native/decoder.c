@@ -20,8 +20,10 @@
 #endif
 
 typedef struct {
-    Matrix qkv[3];             /* queries, keys and values: one matrix or several, and then matrices without outputs */
-    Matrix out, gate_up, down; /* gate_up: in each block LANES gates and the ups that belong to them */
+    Matrix qkv[3];     /* queries, keys and values: one matrix or several, and then matrices without outputs */
+    Matrix out;
+    Matrix gate_up[2]; /* one with LANES gates and the ups that belong to them in each block, and one without outputs; or both */
+    Matrix down;
     const float *input_norm, *post_norm, *query_norm, *key_norm; /* the latter two per head, or none */
     void *keys, *values;
     int64_t table, window, sinks;
@@ -48,7 +50,7 @@ typedef struct {
     float *x;              /* [tokens, hidden] the residual stream */
     void *input;           /* [tokens, widest] what the next product multiplies */
     void *gated;           /* [tokens, inner] the input of the down projection */
-    float *qkv;            /* [tokens, (heads + 2 kv_heads) * dim] */
+    float *qkv;            /* [tokens, (heads + 2 kv_heads) * dim], or [tokens, 2 inner] for gates and ups of two matrices */
     float *query;          /* [tokens, heads, dim] */
     void *key, *value;     /* [tokens, kv_heads, dim] as they are stored, but in single precision if that is in 8 bits */
     int64_t layers;        /* the first layers of the model, which are computed */
@@ -130,33 +132,48 @@ static Layer attention_of(const Decoder *decoder, const DecoderLayer *own, const
                    decoder->heads, decoder->kv_heads, dim, own->table, own->window, own->sinks, decoder->scale};
 }
 
-/* Multiply the matrices of queries, keys and values. They may be stored in different ways; the kind of their input is one. */
-static void multiply_qkv(const Decoder *decoder, const DecoderLayer *own, const void *input, float *to, int64_t tokens,
-                         Barrier *barrier)
+/* Normalise all rows, and multiply them with `count` matrices, whose outputs lie one after another. The matrices may be stored
+   in different ways: the rows are normalised once for each kind of input. Those without outputs are left out. */
+static void multiply_normalised(const Decoder *decoder, const Pass *pass, const float *norm, const Matrix *matrices, int64_t count,
+                                const Output *output, int64_t tokens, Barrier *barrier)
 {
-    const int64_t width = (decoder->heads + 2 * decoder->kv_heads) * decoder->dim;
-    for (const Matrix *part = own->qkv; part < own->qkv + 3; to += part++->outputs) {
-        const Output output = {STORE, to, NULL, width, FLOAT32};
-        if (part->outputs) pilotfish_multiply_share(part, input, &output, tokens, barrier->team);
+    static const int64_t kinds[] = {FLOAT32, BFLOAT16};
+    const int64_t hidden = decoder->hidden;
+    for (int k = 0; k < 2; k++) {
+        int is_input = 0;
+        for (int64_t m = 0; m < count; m++) is_input |= matrices[m].outputs && factor_kind(matrices + m) == kinds[k];
+        if (!is_input) continue;
+#pragma omp for schedule(static) nowait
+        for (int64_t t = 0; t < tokens; t++)
+            normalise(pass->x + t * hidden, norm, hidden, decoder->epsilon, pass->input, kinds[k], t * hidden);
+        pilotfish_wait_for_all(barrier);
+        Output to = *output;
+        for (int64_t m = 0; m < count; m++) {
+            if (matrices[m].outputs && factor_kind(matrices + m) == kinds[k])
+                pilotfish_multiply_share(matrices + m, pass->input, &to, tokens, barrier->team);
+            if (to.to) to.to += matrices[m].outputs;
+        }
+        pilotfish_wait_for_all(barrier);
     }
-    pilotfish_wait_for_all(barrier);
+}
+
+static void multiply_qkv(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, int64_t tokens, Barrier *barrier)
+{
+    const Output output = {STORE, pass->qkv, NULL, (decoder->heads + 2 * decoder->kv_heads) * decoder->dim, FLOAT32};
+    multiply_normalised(decoder, pass, own->input_norm, own->qkv, 3, &output, tokens, barrier);
 }
 
 /* The first half of a layer: x += attention(norm(x)). */
 static void attention_part(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
                            Barrier *barrier)
 {
-    const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = factor_kind(own->qkv);
+    const int64_t tokens = step->tokens;
     const Layer layer = attention_of(decoder, own, pass);
-    const Output to_residual = {ADD, pass->x, NULL, hidden, kind};
+    const Output to_residual = {ADD, pass->x, NULL, decoder->hidden, FLOAT32};
     int64_t first_tile[step->rows + 1];
     const Items items = pilotfish_items(step, &layer, decoder->kv_kind, barrier->team, first_tile);
 
-#pragma omp for schedule(static) nowait
-    for (int64_t t = 0; t < tokens; t++)
-        normalise(pass->x + t * hidden, own->input_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
-    pilotfish_wait_for_all(barrier);
-    multiply_qkv(decoder, own, pass->input, pass->qkv, tokens, barrier);
+    multiply_qkv(decoder, own, pass, tokens, barrier);
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++) prepare_attention(decoder, own, pass, step, &layer, t);
     pilotfish_wait_for_all(barrier);
@@ -172,18 +189,35 @@ static void attention_part(const Decoder *decoder, const DecoderLayer *own, cons
     pilotfish_multiply(&own->out, pass->input, &to_residual, tokens, barrier);
 }
 
+/* SiLU of `count` gates times the ups after them, as a product with both in one matrix ends. */
+static void gate(const float *gates, int64_t count, void *to, int64_t kind, int64_t at)
+{
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t some = count - i < LANES ? count - i : LANES;
+        float part[LANES];
+        Vector first = {0}, second = {0};
+        memcpy(&first, gates + i, (size_t)some * sizeof *gates);
+        memcpy(&second, gates + count + i, (size_t)some * sizeof *gates);
+        const Vector gated = sigmoid_weighted(first) * second;
+        memcpy(part, &gated, sizeof gated);
+        put(to, kind, at + i, part, some);
+    }
+}
+
 /* The second half of a layer: x += mlp(norm(x)). */
 static void mlp_part(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const Step *step,
                      Barrier *barrier)
 {
-    const int64_t tokens = step->tokens, hidden = decoder->hidden, kind = factor_kind(&own->gate_up);
-    const Output to_gated = {GATE, NULL, pass->gated, decoder->inner, kind};
-    const Output to_residual = {ADD, pass->x, NULL, hidden, kind};
+    const int64_t tokens = step->tokens, inner = decoder->inner, kind = factor_kind(&own->down);
+    const int is_joined = !own->gate_up[1].outputs;
+    const Output to_gated = {GATE, NULL, pass->gated, inner, kind}, apart = {STORE, pass->qkv, NULL, 2 * inner, FLOAT32};
+    const Output to_residual = {ADD, pass->x, NULL, decoder->hidden, FLOAT32};
+    multiply_normalised(decoder, pass, own->post_norm, own->gate_up, 2, is_joined ? &to_gated : &apart, tokens, barrier);
+    if (!is_joined) {
 #pragma omp for schedule(static) nowait
-    for (int64_t t = 0; t < tokens; t++)
-        normalise(pass->x + t * hidden, own->post_norm, hidden, decoder->epsilon, pass->input, kind, t * hidden);
-    pilotfish_wait_for_all(barrier);
-    pilotfish_multiply(&own->gate_up, pass->input, &to_gated, tokens, barrier);
+        for (int64_t t = 0; t < tokens; t++) gate(pass->qkv + 2 * t * inner, inner, pass->gated, kind, t * inner);
+        pilotfish_wait_for_all(barrier);
+    }
     pilotfish_multiply(&own->down, pass->gated, &to_residual, tokens, barrier);
 }
 
@@ -376,8 +410,8 @@ static void attend_window(const Decoder *decoder, const WindowPass *pass, int64_
 /* All layers of a drafting module. Only layers, sizes, epsilon, scale, cos and sin are read of the decoder. */
 void pilotfish_window_layers(const Decoder *decoder, const WindowPass *work)
 {
-    const int64_t tokens = work->tokens, hidden = decoder->hidden;
-    const Pass pass = {.x = work->x, .input = work->input, .gated = work->gated};
+    const int64_t tokens = work->tokens;
+    const Pass pass = {.x = work->x, .input = work->input, .gated = work->gated, .qkv = work->qkv};
     const Step step = {.tokens = tokens};
     Barrier barrier = {0};
 #pragma omp parallel
@@ -386,13 +420,9 @@ void pilotfish_window_layers(const Decoder *decoder, const WindowPass *work)
         barrier.team = omp_get_num_threads();
         for (int64_t l = 0; l < decoder->layers; l++) {
             const DecoderLayer *own = decoder->layer + l;
-            const int64_t kind = factor_kind(own->qkv);
-            const Output to_residual = {ADD, work->x, NULL, hidden, kind};
-#pragma omp for schedule(static) nowait
-            for (int64_t t = 0; t < tokens; t++)
-                normalise(work->x + t * hidden, own->input_norm, hidden, decoder->epsilon, work->input, kind, t * hidden);
-            pilotfish_wait_for_all(&barrier);
-            multiply_qkv(decoder, own, work->input, work->qkv, tokens, &barrier);
+            const int64_t kind = factor_kind(&own->out);
+            const Output to_residual = {ADD, work->x, NULL, decoder->hidden, FLOAT32};
+            multiply_qkv(decoder, own, &pass, tokens, &barrier);
 #pragma omp for schedule(static) nowait
             for (int64_t t = 0; t < tokens; t++) store_in_window(decoder, work, l, t);
             pilotfish_wait_for_all(&barrier);

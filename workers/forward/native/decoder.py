@@ -62,6 +62,8 @@ class NativeDecoder:
         self._tokens, self._vocabulary = packed.tokens, packed.vocabulary
         self._embedding = packed.embedding
         self._layers = packed.layers
+        self._apart = 2 * shape.inner if any(layer.gate_up[1].outputs for layer in packed.layers) else 0
+        """Numbers of a token that gates and ups of two matrices take; 0 where no layer has these."""
         self._decoder = Decoder(
             *(len(self._layers), shape.hidden, shape.heads, shape.kv_heads, shape.dim, shape.inner),
             *(KINDS[packed.dtype], shape.epsilon, shape.scale, self._layers, packed.final_norm, packed.head),
@@ -142,5 +144,5 @@ class NativeDecoder:
         queries, stored = shape.heads * shape.dim, shape.kv_heads * shape.dim
         widest = max(shape.hidden, queries)
         sizes = [tokens * shape.hidden, max(tokens, wanted) * widest, tokens * shape.inner]
-        sizes += [tokens * (queries + 2 * stored), tokens * queries, tokens * stored, tokens * stored]
+        sizes += [tokens * max(queries + 2 * stored, self._apart), tokens * queries, tokens * stored, tokens * stored]
         return self._buffers.addresses(sizes)

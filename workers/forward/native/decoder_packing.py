@@ -16,8 +16,8 @@ from workers.forward.native.build import load_library
 from workers.forward.native.decoder import NativeDecoder, PackedDecoder
 from workers.forward.native.decoder_shape import DecoderShape, head_norms
 from workers.forward.native.packed_linear import PackedMatrix, gate_up, gate_up_bias, has_rows, kernel_layout
-from workers.forward.native.structures import QKV_PARTS, DecoderLayer, Matrix
-from workers.forward.weights.base import Storage, joined_runs
+from workers.forward.native.structures import GATE_UP_PARTS, QKV_PARTS, DecoderLayer, Matrix
+from workers.forward.weights.base import Storage, joined_runs, stay_apart
 from workers.forward.weights.choice import quantized_type
 from workers.forward.weights.modules import StoredEmbedding, take_storage
 from workers.forward.weights.plain import PlainStorage
@@ -113,14 +113,11 @@ class _Packer:
         """Pack the weights of one layer."""
         attention, mlp = layer.self_attn, layer.mlp
         siblings = [attention.q_proj, attention.k_proj, attention.v_proj]
-        bias = None if siblings[0].bias is None else torch.cat([projection.bias for projection in siblings])
         norms = (layer.input_layernorm, layer.post_attention_layernorm, *(head_norms(attention)))
         return DecoderLayer(
-            self._qkv(siblings, bias),
+            self._qkv(siblings),
             self._matrix(self._taken(attention.o_proj), attention.o_proj.bias),
-            self._matrix(
-                gate_up(self._taken(mlp.gate_proj), self._taken(mlp.up_proj), self._layout.columns), self._biases(mlp)
-            ),
+            self._gate_up(mlp.gate_proj, mlp.up_proj),
             self._matrix(self._taken(mlp.down_proj), mlp.down_proj.bias),
             *(None if norm is None else self._vector(norm.weight) for norm in norms),
         )
@@ -129,24 +126,26 @@ class _Packer:
         """The matrix of a layer, which no longer holds it: no variable may hold it once it is packed."""
         return take_storage(layer, self._quantization)
 
-    def _qkv(self, layers: list[Any], bias: torch.Tensor | None) -> ctypes.Array[Matrix]:
-        """The outputs of all layers, in as few matrices as keep each at its own bits."""
+    def _qkv(self, layers: list[Any]) -> ctypes.Array[Matrix]:
+        """The outputs of all layers, in as few matrices as keep each as it is stored."""
+        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
         runs = joined_runs([self._taken(layer) for layer in layers])
         biases = [None] * len(runs) if bias is None else torch.split(bias, [run.outputs for run in runs])
-        matrices = (Matrix * QKV_PARTS)()
-        for index, own in enumerate(biases):
-            matrices[index] = self._matrix(runs.pop(0), own)
-        return matrices
+        return (Matrix * QKV_PARTS)(*(self._matrix(runs.pop(0), own) for own in biases))
+
+    def _gate_up(self, gate: Any, up: Any) -> ctypes.Array[Matrix]:
+        """Gates and ups in one matrix, or in two that are stored in different ways."""
+        parts, biases = [self._taken(gate), self._taken(up)], [gate.bias, up.bias]
+        if not stay_apart(parts):
+            columns = self._layout.columns
+            parts = [gate_up(parts.pop(0), parts.pop(0), columns)]
+            biases = [None if gate.bias is None else gate_up_bias(gate.bias, up.bias, columns)]
+        return (Matrix * GATE_UP_PARTS)(*(self._matrix(parts.pop(0), own) for own in biases))
 
     def _matrix(self, storage: Storage, bias: torch.Tensor | None) -> Matrix:
         packed = PackedMatrix(storage, bias, self._layout, self._arena)
         self._vectors += packed.vectors
         return packed.matrix
-
-    def _biases(self, mlp: Any) -> torch.Tensor | None:
-        if mlp.gate_proj.bias is None:
-            return None
-        return gate_up_bias(mlp.gate_proj.bias, mlp.up_proj.bias, self._layout.columns)
 
     def _vector(self, values: torch.Tensor) -> int:
         kept = values.detach().float().contiguous().clone()

@@ -28,6 +28,8 @@ class Matrix(ctypes.Structure):
 
 QKV_PARTS = 3
 """Most matrices that the queries, keys and values of a layer are packed as."""
+GATE_UP_PARTS = 2
+"""Most matrices that the gates and ups of a layer are packed as."""
 
 
 class DecoderLayer(ctypes.Structure):
@@ -35,7 +37,9 @@ class DecoderLayer(ctypes.Structure):
 
     _fields_ = [
         ("qkv", Matrix * QKV_PARTS),
-        *((name, Matrix) for name in ("out", "gate_up", "down")),
+        ("out", Matrix),
+        ("gate_up", Matrix * GATE_UP_PARTS),
+        ("down", Matrix),
         *((f"{name}_norm", ctypes.c_void_p) for name in ("input", "post", "query", "key")),
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *((name, ctypes.c_int64) for name in ("table", "window", "sinks")),

@@ -15,7 +15,7 @@ import torch
 from workers.forward.native.attention import KINDS
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import PackedMatrix, gate_up, kernel_layout
-from workers.forward.native.structures import QKV_PARTS, Decoder, DecoderLayer, Matrix, WorkBuffers
+from workers.forward.native.structures import GATE_UP_PARTS, QKV_PARTS, Decoder, DecoderLayer, Matrix, WorkBuffers
 from workers.forward.weights.choice import stored_as
 
 _LEAST_ANGLES = 1024
@@ -146,8 +146,9 @@ class WindowLayers:
         matrices = [PackedMatrix(one, None, layout) for one in sources]
         norms = [norm.detach().float().clone() for norm in (layer.input_norm, layer.post_norm)]
         self._kept += [*matrices, *norms]
-        qkv, *others = (packed.matrix for packed in matrices)
-        return DecoderLayer((Matrix * QKV_PARTS)(qkv), *others, *(norm.data_ptr() for norm in norms))
+        qkv, own_out, both, own_down = (packed.matrix for packed in matrices)
+        parts = (Matrix * QKV_PARTS)(qkv), own_out, (Matrix * GATE_UP_PARTS)(both), own_down
+        return DecoderLayer(*parts, *(norm.data_ptr() for norm in norms))
 
     def _extend_angles(self, length: int) -> None:
         """Extend the rotary cosines and sines, float32 `[positions, head width]`, to at least `length` positions."""

@@ -183,24 +183,19 @@ class Storage(Protocol):
         """The matrix as the CPU kernels read it, its weight in a tensor from `take`."""
 
 
-def grows_if_joined(storages: Sequence[Storage]) -> bool:
-    """Whether matrices of the same inputs, none of them plain numbers, take more bytes as one than apart."""
-    if not all(one.is_widened for one in storages):
-        return False
+def stay_apart(storages: Sequence[Storage]) -> bool:
+    """Whether matrices of the same inputs stay as they are: as one, they would take more bytes or be rounded."""
+    if len({one.is_widened for one in storages}) > 1:  # some are plain numbers, and all of one matrix would be
+        return True
     first, *others = (one.take_outputs(slice(0, 1)) for one in storages)
     return first.joined(others).nbytes > first.nbytes + sum(one.nbytes for one in others)
 
 
 def joined_runs(storages: Sequence[Storage]) -> list[Storage]:
-    """The outputs of all, in their order, in as few matrices as keep each at its own bits.
-
-    All are in one matrix if some are plain numbers: products of the same inputs then have one type.
-    """
-    if not all(one.is_widened for one in storages):
-        return [storages[0].joined(storages[1:])]
+    """The outputs of all, in their order, in as few matrices as keep each as it is stored."""
     runs: list[list[Storage]] = [[storages[0]]]
     for one in storages[1:]:
-        if grows_if_joined([*runs[-1], one]):
+        if stay_apart([*runs[-1], one]):
             runs.append([one])
         else:
             runs[-1].append(one)

@@ -12,11 +12,13 @@ import torch
 
 from workers.forward.native.decoder import PackedDecoder
 from workers.forward.native.decoder_shape import DecoderShape
-from workers.forward.native.structures import QKV_PARTS, DecoderLayer, Matrix
+from workers.forward.native.structures import GATE_UP_PARTS, QKV_PARTS, DecoderLayer, Matrix
 from workers.model.packed_weights.region_file import padded_size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_MATRICES = ("out", "gate_up", "down")
+_MATRICES = ("out", "down")
+_PARTS = {"qkv": QKV_PARTS, "gate_up": GATE_UP_PARTS}
+"""What a layer has as one matrix or as several, and the most of them."""
 _NORMS = ("input_norm", "post_norm", "query_norm", "key_norm")
 _MATRIX_NUMBERS = (
     *("kind", "inputs", "outputs", "blocks", "group", "scale_kind", "offset", "super", "planes", "less", "zero"),
@@ -72,7 +74,7 @@ def to_regions(packed: PackedDecoder, angles: RotaryAngles) -> tuple[dict[str, A
         "vocabulary": packed.vocabulary,
         "layers": [
             {
-                "qkv": [offsets.of_matrix(matrix) for matrix in layer.qkv if matrix.outputs],
+                **{name: [offsets.of_matrix(one) for one in getattr(layer, name) if one.outputs] for name in _PARTS},
                 **{name: offsets.of_matrix(getattr(layer, name)) for name in _MATRICES},
                 **{name: offsets.of(getattr(layer, name)) for name in _NORMS},
             }
@@ -97,7 +99,8 @@ def from_regions(content: dict[str, Any], memory: torch.Tensor) -> PackedDecoder
     places = _Places(memory)
     layers = (DecoderLayer * len(content["layers"]))()
     for layer, values in zip(layers, content["layers"], strict=True):
-        layer.qkv = (Matrix * QKV_PARTS)(*map(places.matrix, values["qkv"]))
+        for name, most in _PARTS.items():
+            setattr(layer, name, (Matrix * most)(*map(places.matrix, values[name])))
         for name in _MATRICES:
             setattr(layer, name, places.matrix(values[name]))
         for name in _NORMS:

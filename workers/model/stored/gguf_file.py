@@ -17,7 +17,7 @@ from cluster.core.errors import ModelLoadError
 from workers.forward.weights.base import CutRefused, Storage
 from workers.forward.weights.gguf import gguf_storage, joined_storage, stored_nbytes
 from workers.model.gguf_header import read_gguf
-from workers.model.stored.parts import Region, joined_sizes
+from workers.model.stored.parts import Region
 
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 _READ_BYTES = 1 << 22
@@ -143,14 +143,8 @@ class GgufFile:
         return self.vector(parameter) if is_vector else self.matrix(parameter).dequantized().float()
 
     def sizes(self, *, on_gpu: bool = False) -> dict[str, int]:
-        """Bytes of each tensor in memory, or in a GPU's, by the file's names, once matrices are packed.
-
-        Raises `ModelLoadError`.
-        """
-        sizes = {name: self._nbytes(tensor, on_gpu) for name, tensor in self._tensors.items()}
-        if on_gpu:  # no matrices of different types are joined
-            return sizes
-        return joined_sizes(sizes, lambda name: self._zeros(self._tensors[name]))
+        """Bytes of each tensor in memory, or in a GPU's, by the file's names. Raises `ModelLoadError`."""
+        return {name: self._nbytes(tensor, on_gpu) for name, tensor in self._tensors.items()}
 
     def _nbytes(self, tensor: Any, on_gpu: bool) -> int:
         if len(tensor.shape) < 2:

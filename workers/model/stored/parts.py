@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from workers.forward.weights.base import CutRefused, Storage, grows_if_joined
+from workers.forward.weights.base import CutRefused, Storage
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """Types of scales."""
 WORD_INTEGERS = 32
 """Integers that take whole 32-bit words, whatever their bits."""
-
-
-_JOINED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("attn_q", "attn_k", "attn_v"),
-    ("ffn_gate", "ffn_up"),
-)
-"""Matrices of the same inputs, which are packed as one, by a word in their names in models and in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,34 +136,3 @@ def words(span: slice, bits: int) -> tuple[slice, slice]:
     first = span.start // WORD_INTEGERS * WORD_INTEGERS
     last = -(-span.stop // WORD_INTEGERS) * WORD_INTEGERS
     return slice(first * bits // 32, last * bits // 32), slice(span.start - first, span.stop - first)
-
-
-def joined_sizes(sizes: Mapping[str, int], sample: Callable[[str], Storage]) -> dict[str, int]:
-    """Bytes of matrices once those of the same inputs are packed as one, in place of the bytes of each alone.
-
-    Gates and ups of different types become one in wider numbers, whose bytes count for the first of them; queries, keys
-    and values become one only with plain numbers among them. `sample` returns a few outputs of the matrix of a name. It
-    is asked for one layer of those with the same sizes.
-    """
-    found = dict(sizes)
-    known: dict[tuple[int, ...], int] = {}
-    for siblings in _JOINED:
-        for name in [name for name in sizes if f".{siblings[0]}." in name]:
-            names = [name.replace(f".{siblings[0]}.", f".{word}.") for word in siblings]
-            if not name.endswith(".weight") or not all(one in sizes for one in names):
-                continue
-            alone = tuple(sizes[one] for one in names)
-            if alone not in known:
-                known[alone] = _packed_bytes([sample(one) for one in names], alone)
-            found |= dict.fromkeys(names, 0) | {name: known[alone]}
-    return found
-
-
-def _packed_bytes(samples: Sequence[Storage], sizes: Sequence[int]) -> int:
-    """Bytes of matrices once they are packed, from some outputs of each, and from the bytes of each alone."""
-    is_gate_and_up = len(samples) == 2  # always one matrix
-    if not is_gate_and_up and grows_if_joined(samples):
-        return sum(sizes)
-    joined = samples[0].joined(samples[1:])
-    outputs = sum(size * one.outputs // one.nbytes for size, one in zip(sizes, samples, strict=True))
-    return joined.nbytes * outputs // joined.outputs

@@ -20,7 +20,7 @@ from workers.model.stored.fp8 import Fp8
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.gptq import Gptq
 from workers.model.stored.mxfp4 import ExpertRegion, Mxfp4, expert_storages
-from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region, joined_sizes
+from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region
 from workers.model.stored.source import stored_file
 from workers.model.weight_files import config_values, weight_files
 
@@ -158,10 +158,7 @@ class QuantizedCheckpoint:
         return found
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each parameter in memory, once matrices are packed. A few outputs of each matrix are read.
-
-        Raises `ModelLoadError`.
-        """
+        """Bytes of each parameter in memory. A few outputs of each matrix are read. Raises `ModelLoadError`."""
         found: dict[str, int] = {}
         known: dict[tuple[tuple[str, object], ...], int] = {}
         for name in self._file_of:
@@ -175,7 +172,7 @@ class QuantizedCheckpoint:
                 if like not in known:
                     known[like] = self._nbytes(parameter)
                 found[parameter] = known[like]
-        return joined_sizes(found, self._sample)
+        return found
 
     def has_gpu_products(self) -> bool:
         """Whether GPUs multiply with the quantized matrices as they are stored. A few outputs of each kind are read.
@@ -281,9 +278,8 @@ _HEADS = ("output.weight", "lm_head.weight")
 def stored_bytes(directory: Path, dtype: str, *, read_by_a_step: bool = False, on_gpu: bool = False) -> int | None:
     """Bytes of a model's packed weights with `quantization: stored`; `None` for one that has no such weights.
 
-    Plain tensors are kept as `dtype`, and gates and ups of different types, which are packed as one, in wider numbers.
-    With `read_by_a_step`, an embedding that is not the head, too, is left out, because a step reads a few of its rows
-    only. `on_gpu`: k-quants take more there. Raises `ModelLoadError`.
+    Plain tensors are kept as `dtype`. With `read_by_a_step`, an embedding that is not the head, too, is left out,
+    because a step reads a few of its rows only. `on_gpu`: k-quants take more there. Raises `ModelLoadError`.
     """
     plain: torch.dtype = getattr(torch, dtype)
     settings = quantization_of(directory)

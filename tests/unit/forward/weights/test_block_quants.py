@@ -16,10 +16,11 @@ from tests.unit.forward.weights.test_gguf import drawn
 from workers.forward.native import build
 from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import PackedProduct, float_layout, kernel_layout
-from workers.forward.weights.base import CutRefused, KernelLayout, Kind, Planes, grows_if_joined, joined_runs
+from workers.forward.weights.base import CutRefused, KernelLayout, Kind, Offset, Planes, joined_runs, stay_apart
 from workers.forward.weights.block_quants import BlockQuantStorage
 from workers.forward.weights.gguf import gguf_storage
 from workers.forward.weights.groups import GroupStorage
+from workers.forward.weights.plain import PlainStorage
 
 CPU_CODE = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 NAMES = ("Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K")
@@ -176,7 +177,7 @@ def test_outputs_may_be_reordered_and_missing_ones_are_zeros() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_matrices_of_one_type_are_joined_as_they_are(name: str) -> None:
     first, other = stored(name), stored(name, 12)
-    assert not grows_if_joined([first, other])
+    assert not stay_apart([first, other])
     joined = first.joined([other])
     assert isinstance(joined, BlockQuantStorage)
     assert joined.nbytes == first.nbytes + other.nbytes
@@ -193,6 +194,12 @@ def test_matrices_of_different_types_stay_apart_at_their_own_bits() -> None:
     for joined in (value.joined([query, eights]), eights.joined([value, query])):
         assert isinstance(joined, GroupStorage)
         assert joined.nbytes > value.nbytes + query.nbytes + eights.nbytes
+    plain = PlainStorage(key.dequantized().bfloat16())
+    assert [run.outputs for run in joined_runs([query, plain, plain])] == [12, 16]
+    scales = numbers(6, 96)
+    wide = GroupStorage(eights.values, scales, 8, Offset.MINIMUM, scales)
+    assert wide.nbytes == 2 * 6 * 768  # as plain numbers they would take no more bytes, and be rounded
+    assert stay_apart([PlainStorage(numbers(6, 768).bfloat16()), wide])
     parts = [value.dequantized(), query.dequantized(), eights.dequantized()]
     assert torch.equal(value.joined([query, eights]).dequantized(), torch.cat(parts))
 

@@ -27,7 +27,6 @@ from tests.support.slow import slow_but
 from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES, FEW, write
 from workers.distill.options import DistillOptions
 from workers.forward.native.decoder import NativeDecoder
-from workers.forward.weights.base import grows_if_joined
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
@@ -37,32 +36,21 @@ from workers.model.stored.source import write_stored_in
 from workers.model.weight_counts import count_weights
 from workers.serve.configuration import load_configuration
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 TYPES = {"embed_tokens": "Q8_0", "lm_head": "F16", "v_proj": "Q5_1", "up_proj": "Q4_0", "down_proj": "Q5_0"}
 
 
 def held(source: Path, directory: Path) -> int:
-    """Bytes of the weights of a model that was loaded from `source`, with projections joined as they are packed.
-
-    Queries, keys and values of different types are not.
-    """
+    """Bytes of the weights of a model that was loaded from `source`."""
     config = AutoConfig.from_pretrained(directory)
     module: Any = load_stored(
         lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), source, torch.bfloat16, Share(0, 1)
     )
     kept = [layer for layer in module.modules() if isinstance(layer, (StoredLinear, StoredEmbedding))]
-    joined = 0
-    for parent in module.modules():
-        for words in SIBLINGS:
-            parts = [getattr(parent, word, None) for word in words]
-            storages = [part.storage for part in parts if isinstance(part, StoredLinear)]
-            if len(storages) == len(words) and not (len(words) == 3 and grows_if_joined(storages)):
-                joined += storages[0].joined(storages[1:]).nbytes - sum(one.nbytes for one in storages)
     tensors = {id(layer.storage): layer.storage.nbytes for layer in kept}
     biases = [layer.bias for layer in kept if isinstance(layer, StoredLinear) and layer.bias is not None]
     others = [*biases, *module.parameters()]
     plain: dict[int, int] = {id(one): one.nbytes for one in others}
-    return joined + sum(tensors.values()) + sum(plain.values())
+    return sum(tensors.values()) + sum(plain.values())
 
 
 @pytest.fixture(scope="module")
