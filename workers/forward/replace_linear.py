@@ -9,6 +9,7 @@ from torch import nn
 
 from workers.forward.activations import replace_activations
 from workers.forward.experts import fast_experts, is_mixture
+from workers.forward.gpu_product import GpuProduct
 from workers.forward.layer_lists import plan_name
 from workers.forward.linear import (
     FastLinear,
@@ -161,8 +162,12 @@ def _share_rows(fast: FastLinear, table: StoredEmbedding | None) -> None:
     """Let an embedding with the same matrix read the packed rows, so that memory has the matrix once."""
     product = local_product(fast)
     kernel = None if product is None else product.kernel
-    if table is not None and isinstance(kernel, PackedKernel) and kernel.packed.has_rows:
+    if table is None:
+        return
+    if isinstance(kernel, PackedKernel) and kernel.packed.has_rows:
         table.share(kernel.packed.rows)
+    elif isinstance(kernel, GpuProduct):
+        table.share(kernel.matrix.rows)
 
 
 def _kernel(storage: Storage, bias: torch.Tensor | None, path: str, how: _How) -> LinearKernel:

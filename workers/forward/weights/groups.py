@@ -30,6 +30,7 @@ from workers.forward.weights.words import (
     BLOCK,
     Values,
     Words,
+    added_by_widening,
     chunk_for,
     counters_for,
     pack_words,
@@ -197,7 +198,7 @@ class GroupStorage:
             [pack_words(_unsigned(self.take_outputs(span)), self.bits, chunk) for span in spans(self.outputs, BLOCK)]
         )
         step = step_inputs(values, chunk)
-        added = -16.0 if values is Values.INTEGERS4 else 0.0
+        added = added_by_widening(values)
         return Words(
             words=words,
             scale=self.scale.t().contiguous(),

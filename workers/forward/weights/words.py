@@ -82,6 +82,32 @@ class Words:
         """Whether the last step is padded."""
         return self.inputs % step_inputs(self.values, self.chunk) != 0
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Outputs `ids`, int64 `[rows]`, of the matrix → float32 `[rows, inputs]`, to the bits of `dequantized`.
+
+        The host waits for nothing.
+        """
+        packed = self.words[ids // BLOCK, :, ids % BLOCK].contiguous().view(torch.uint8)  # [rows, steps, 4 * chunk]
+        numbers = _numbers(packed.view(len(ids), self.steps, self.chunk, 4).transpose(2, 3), self.values)
+        numbers = numbers.flatten(1)[:, : self.inputs].view(len(ids), len(self.scale), -1)  # [rows, groups, inputs]
+        scale = self._of_groups(self.scale, 0, ids)
+        if self.offset is None:
+            weight = (numbers - (added_by_widening(self.values) - self.zero)) * scale
+        elif self.has_minimum:
+            weight = numbers * scale + self._of_groups(self.offset, 1, ids)
+        else:
+            weight = (numbers - self._of_groups(self.offset, 1, ids)) * scale
+        weight = weight.flatten(1)
+        return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
+
+    def _of_groups(self, numbers: torch.Tensor, unit: int, ids: torch.Tensor) -> torch.Tensor:
+        """Scales, zeros or minima `[groups, outputs]` of some, times their units, float32 `[rows, groups, 1]`."""
+        found = numbers[:, ids].float()
+        if self.units is not None:
+            units = self.units[:, unit, ids].float()
+            found = (units[:, None] * found.view(len(units), self.super_groups, -1)).flatten(0, 1)
+        return found.t()[..., None]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the numbers."""
@@ -145,6 +171,29 @@ def counters_for(outputs: int, device: torch.device) -> torch.Tensor:
         for shape in (launch_shape(rows),)
     )
     return torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+def added_by_widening(values: Values) -> float:
+    """What the product's widening adds to each value, and `Words.zero` takes away."""
+    return -16.0 if values is Values.INTEGERS4 else 0.0
+
+
+def _numbers(packed: torch.Tensor, values: Values) -> torch.Tensor:
+    """The bytes of words, uint8 `[rows, steps, 4, chunk]` → their numbers, float32 `[rows, steps, each, chunk]`."""
+    if values in (Values.INTEGERS4, Values.E2M1):
+        nibbles = torch.stack([packed & 15, packed >> 4], dim=2)  # [rows, steps, 2, 4, chunk]
+        whole = torch.stack([nibbles[:, :, :, :2], nibbles[:, :, :, 2:]], dim=4)  # low and high halves of words
+        held = whole.transpose(2, 3).flatten(2, 4)
+    else:
+        held = torch.stack([packed[:, :, :2], packed[:, :, 2:]], dim=3).flatten(2, 3)
+    if values is Values.INTEGERS8:
+        return held.float() - 128.0
+    if values is Values.E4M3:
+        return held.view(torch.float8_e4m3fn).float()
+    if values is Values.E2M1:  # its bits in a float16, whose exponents have another bias
+        wide = held.to(torch.int32)
+        return ((wide & 7) << 9 | (wide & 8) << 12).to(torch.int16).view(torch.float16).float() * 16384.0
+    return held.float()
 
 
 def pack_words(values: torch.Tensor, bits: int, chunk: int) -> torch.Tensor:

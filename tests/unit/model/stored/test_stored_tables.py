@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from tests.support.engines.stored_model import TEXT, load, logits
 from tests.support.models import stored_gguf, tiny
 from tests.support.models.model_cases import gemma3
 from tests.unit.model.stored.test_stored_gguf import converted
+from workers.forward import replace_linear
+from workers.forward.gpu_product import GpuProduct
 from workers.forward.native.decoder import NativeDecoder
+from workers.forward.weights.base import LinearKernel, Storage
 from workers.forward.weights.modules import StoredEmbedding
 from workers.forward.weights.plain import PlainStorage
 from workers.model.loading import DTYPES
@@ -74,6 +78,31 @@ def test_a_scaled_table_stays_stored_and_the_packed_head_serves_as_it(dtype: str
     for wrong in (-1, tiny.VOCABULARY) if served.is_shared else ():
         with pytest.raises(IndexError):
             served(torch.tensor([wrong]))
+
+
+@pytest.mark.parametrize("kind", ["Q6_K", "Q8_0", "Q4_1"])
+def test_a_gpu_holds_a_tied_matrix_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The linear layers get the kernels of a GPU. Nothing is multiplied, so none is needed."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = tiny.llama(hidden_size=256, intermediate_size=256, tie_word_embeddings=True, **heads)
+    path, _ = stored_gguf.convert(tmp_path, "llama", config, {"embed_tokens": kind})
+
+    def make() -> PreTrainedModel:
+        found: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        return found
+
+    def on_gpu(storage: Storage, bias: torch.Tensor | None, *_: object) -> LinearKernel:
+        return GpuProduct(storage.words(), bias)
+
+    module = load_stored(make, tmp_path / "model.gguf", torch.bfloat16, Share(0, 1))
+    embedding: Any = module.get_input_embeddings()
+    table = weakref.ref(embedding.storage.scale)
+    expected = embedding(EVERY)
+    monkeypatch.setattr(replace_linear, "make_linear_kernel", on_gpu)
+    replace_linear.replace_linear_layers(module)
+    assert embedding.is_shared
+    assert torch.equal(embedding(EVERY), expected)
+    assert table() is None
 
 
 class Shifted(nn.Embedding):
