@@ -11,6 +11,7 @@ import torch
 
 from deploy.distillation.checkpoints import NO_CHECKPOINTS
 from deploy.distillation.single_process import SingleProcess, Texts
+from deploy.distillation.training_card import TrainingCard
 from workers.distill.device_training import Measured, State
 from workers.distill.peers import ALONE
 
@@ -38,7 +39,8 @@ class Process(SingleProcess):
         self.options = argparse.Namespace(report_seconds=1.0)
         self.checkpoints, self.peers, self.device = NO_CHECKPOINTS, ALONE, torch.device("cpu")
         self.directory_of_training = None
-        self._told, self._lines, self._began = lambda _: None, [], time.monotonic()
+        self._told, self._began = lambda _: None, time.monotonic()
+        self.card = TrainingCard("tiny", "pilotfish distill", "cpu", "")
 
     def default_taps(self) -> tuple[int, ...]:
         return ()
