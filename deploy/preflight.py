@@ -368,15 +368,24 @@ class _Needs:
 def _needs(
     key: str, section: TargetSection | DraftModelSection, role: RolePlacement, directory: Path, ranks: int = 1
 ) -> _Needs:
-    weights = weight_bytes(directory, section.dtype)
+    weights = None
     if section.quantization == "stored":
-        from workers.model.stored.quantized_checkpoint import (
-            stored_bytes,  # imports torch, which other checks do without
-        )
+        is_whole = isinstance(section, TargetSection) and section.enable_expert_parallel
+        weights = _stored_bytes(directory, section.dtype, ranks, on_gpu=role.device != "cpu", expert_parallel=is_whole)
+    if weights is None:
+        weights = -(-weight_bytes(directory, section.dtype) // ranks)
+    return _Needs(role.role, key, role.device, weights + (section.kv.pool_bytes or 0))
 
-        weights = stored_bytes(directory, section.dtype, on_gpu=role.device != "cpu") or weights
-    process = -(-weights // ranks) + (section.kv.pool_bytes or 0)
-    return _Needs(role.role, key, role.device, process)
+
+def _stored_bytes(directory: Path, dtype: str, ranks: int, *, on_gpu: bool, expert_parallel: bool) -> int | None:
+    """Bytes of the stored weights of the rank that has most."""
+    if ranks == 1:  # the imports take seconds, which other checks do without
+        from workers.model.stored.quantized_checkpoint import stored_bytes
+
+        return stored_bytes(directory, dtype, on_gpu=on_gpu)
+    from workers.model.rank_bytes import rank_bytes
+
+    return rank_bytes(directory, dtype, ranks, on_gpu=on_gpu, expert_parallel=expert_parallel)
 
 
 def weight_bytes(directory: Path, dtype: str) -> int:

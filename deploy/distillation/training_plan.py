@@ -42,6 +42,7 @@ from workers.distill.student_pipeline import student_plan
 from workers.model.draft_card import LAYERS
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, TableShape
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape
+from workers.model.rank_bytes import rank_bytes
 from workers.model.stored.quantized_checkpoint import stored_bytes
 from workers.model.target_ends import read_config
 
@@ -191,7 +192,8 @@ def print_plan(options: DistillOptions, target: Path, ranks: int = 1, quantizati
     if config.is_encoder_decoder:
         raise ConfigurationError(f"target.path: {target} is refused; --plan is for decoder-only targets")
     size = _size_of(config)
-    size = replace(size, ranks=ranks, stored=_stored_bytes(size, target, quantization))
+    size = replace(size, ranks=ranks)
+    size = replace(size, stored=_stored_bytes(size, target, quantization))
     training = _training(options, config.get_text_config(), size, target)
     if options.workers > 1:
         training = replace(training, ranks=(options.workers,))
@@ -279,9 +281,15 @@ def _size_of(config: Any) -> TargetSize:
 
 
 def _stored_bytes(size: TargetSize, target: Path, quantization: str) -> int | None:
-    """Bytes of the weights of a target as the engine stores them; `None` for bfloat16."""
+    """Bytes of the weights of a target as the engine's ranks store them; `None` for bfloat16.
+
+    Raises `ConfigurationError` for a number of ranks that stored weights are not divided among.
+    """
     if quantization == "int8":
         return size.whole - (size.parameters - size.ends // HALF)
+    if quantization == "stored" and size.ranks > 1:
+        most = rank_bytes(target, "bfloat16", size.ranks, on_gpu=True)
+        return None if most is None else size.ranks * most
     if quantization == "stored":
         return stored_bytes(target, "bfloat16", on_gpu=True) or None
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import prod
 from typing import Protocol, Self
 
 import torch
@@ -145,7 +146,13 @@ class Storage(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored numbers."""
+        """Bytes of all tensors of the storage."""
+
+    def nbytes_of(self, outputs: int, *, on_gpu: bool = False) -> int:
+        """Bytes of all tensors if the matrix had so many outputs; `on_gpu`: once it is packed for products there.
+
+        Raises `NoGpuProduct` if GPUs have no product for it.
+        """
 
     @property
     def device(self) -> torch.device:
@@ -188,7 +195,17 @@ def stay_apart(storages: Sequence[Storage]) -> bool:
     if len({one.is_widened for one in storages}) > 1:  # some are plain numbers, and all of one matrix would be
         return True
     first, *others = (one.take_outputs(slice(0, 1)) for one in storages)
-    return first.joined(others).nbytes > first.nbytes + sum(one.nbytes for one in others)
+    return _output_nbytes(first.joined(others)) * len(storages) > sum(map(_output_nbytes, (first, *others)))
+
+
+def _output_nbytes(storage: Storage) -> int:
+    """Bytes of an output, without those of what all outputs share."""
+    return storage.nbytes_of(1) - storage.nbytes_of(0)
+
+
+def row_nbytes(values: torch.Tensor | None) -> int:
+    """Bytes of a row of `[out, …]`, or of nothing."""
+    return 0 if values is None else values.itemsize * prod(values.shape[1:])
 
 
 def joined_runs(storages: Sequence[Storage]) -> list[Storage]:

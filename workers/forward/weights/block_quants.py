@@ -25,6 +25,7 @@ from workers.forward.weights.base import (
     Planes,
     Storage,
     Take,
+    row_nbytes,
     taken_rows,
 )
 from workers.forward.weights.groups import GroupKernel, GroupStorage, by_block, spans
@@ -121,13 +122,13 @@ class BlockQuantStorage:
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in self._tensors().values())
+        return self.nbytes_of(self.outputs)
 
-    @property
-    def gpu_nbytes(self) -> int:
-        """Bytes of the numbers on a GPU: those of `words`, without padding."""
-        units = (one for one in (self.scale_unit, self.minimum_unit) if one is not None)
-        return self._integers().nbytes + sum(one.nbytes for one in units)
+    def nbytes_of(self, outputs: int, *, on_gpu: bool = False) -> int:
+        """On a GPU values have 4 or 8 bits."""
+        if on_gpu:
+            return self.words().nbytes_of(outputs)
+        return outputs * sum(map(row_nbytes, self._tensors().values()))
 
     @property
     def device(self) -> torch.device:

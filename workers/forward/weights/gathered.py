@@ -35,7 +35,10 @@ class GatheredStorage:
 
     @property
     def nbytes(self) -> int:
-        return self.stored.nbytes
+        return self.nbytes_of(self.outputs)
+
+    def nbytes_of(self, outputs: int, *, on_gpu: bool = False) -> int:
+        return self.stored.nbytes_of(outputs, on_gpu=on_gpu) + self.places.nbytes
 
     @property
     def device(self) -> torch.device:

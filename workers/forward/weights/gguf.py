@@ -20,7 +20,6 @@ from workers.forward.weights.block_quants import (
     Q5_1,
     Q5_K,
     Q6_K,
-    BlockQuantStorage,
     block_quant,
 )
 from workers.forward.weights.groups import GroupStorage, pairs
@@ -71,18 +70,6 @@ def joined_storage(parts: Iterable[Storage], outputs: int) -> Storage:
         raise ValueError("there are no outputs")
     found: Storage = whole
     return found
-
-
-def stored_nbytes(name: str, raw_bytes: int, dtype: torch.dtype | None = None, *, on_gpu: bool = False) -> int:
-    """Bytes of the numbers that `gguf_storage` keeps of a matrix that has `raw_bytes` in its file, or a GPU of them.
-
-    They differ little from the file's for k-quants, whose scales are kept in bytes. Raises `ValueError` for a type that
-    is not read.
-    """
-    size = _PLAIN[name].itemsize if name in _PLAIN else _READERS[name][0] if name in _READERS else 1
-    block = gguf_storage(name, torch.zeros(1, size, dtype=torch.uint8), dtype)
-    held = block.gpu_nbytes if on_gpu and isinstance(block, BlockQuantStorage) else block.nbytes
-    return raw_bytes // size * held
 
 
 def _split(values: torch.Tensor, *sizes: int) -> torch.Tensor:

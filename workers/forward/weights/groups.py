@@ -23,6 +23,7 @@ from workers.forward.weights.base import (
     Storage,
     Take,
     pad_rows,
+    row_nbytes,
     taken_rows,
 )
 from workers.forward.weights.plain import DenseKernel, PlainStorage
@@ -94,8 +95,13 @@ class GroupStorage:
 
     @property
     def nbytes(self) -> int:
-        offsets = 0 if self.offsets is None else self.offsets.nbytes
-        return self.values.nbytes + self.scale.nbytes + offsets
+        return self.nbytes_of(self.outputs)
+
+    def nbytes_of(self, outputs: int, *, on_gpu: bool = False) -> int:
+        if on_gpu:
+            return self.words().nbytes_of(outputs)
+        shared = sum(one.nbytes for one in (self.order, self.table) if one is not None)
+        return outputs * sum(map(row_nbytes, (self.values, self.scale, self.offsets))) + shared
 
     @property
     def device(self) -> torch.device:

@@ -15,6 +15,7 @@ from workers.forward.weights.base import (
     Take,
     pack_blocks,
     pad_rows,
+    row_nbytes,
     taken_rows,
 )
 from workers.forward.weights.groups import GroupStorage
@@ -50,6 +51,11 @@ class Int8Storage:
     @property
     def nbytes(self) -> int:
         return self.integers.nbytes + self.scale.nbytes
+
+    def nbytes_of(self, outputs: int, *, on_gpu: bool = False) -> int:
+        if on_gpu:
+            return self._grouped().nbytes_of(outputs, on_gpu=True)
+        return outputs * (row_nbytes(self.integers) + row_nbytes(self.scale))
 
     @property
     def device(self) -> torch.device:

@@ -24,6 +24,7 @@ from workers.forward.weights.base import (
     Storage,
     Take,
     pack_blocks,
+    row_nbytes,
     taken_rows,
 )
 from workers.forward.weights.words import Words
@@ -58,6 +59,9 @@ class PlainStorage:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
+
+    def nbytes_of(self, outputs: int, *, on_gpu: bool = False) -> int:  # noqa: ARG002 - the same anywhere
+        return outputs * row_nbytes(self.weight)
 
     @property
     def device(self) -> torch.device:

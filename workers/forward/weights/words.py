@@ -110,8 +110,15 @@ class Words:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers."""
-        return self.words.nbytes + sum(one.nbytes for one in (self.scale, self.offset, self.units) if one is not None)
+        """Bytes of all tensors."""
+        return self.nbytes_of(self.outputs)
+
+    def nbytes_of(self, outputs: int) -> int:
+        """Bytes of all tensors if the matrix had so many outputs."""
+        each = sum(one.nbytes for one in (self.scale, self.offset, self.units) if one is not None) // self.outputs
+        shared = 0 if self.order is None else self.order.nbytes
+        blocks, counters = -(-outputs // BLOCK), tiles_of(outputs) * self.counters.itemsize
+        return blocks * self.words[:1].nbytes + outputs * each + counters + shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +170,18 @@ def splits_of(outputs: int, steps: int) -> int:
     return splits
 
 
-def counters_for(outputs: int, device: torch.device) -> torch.Tensor:
-    """Zeros for all tiles of the launches whose splits are apart, int32."""
-    tiles = max(
+def tiles_of(outputs: int) -> int:
+    """Most tiles of a launch whose splits are apart."""
+    return max(
         -(-outputs // shape.outputs) * -(-rows // shape.rows)
         for rows in (1, _MOST_APART)
         for shape in (launch_shape(rows),)
     )
-    return torch.zeros(tiles, dtype=torch.int32, device=device)
+
+
+def counters_for(outputs: int, device: torch.device) -> torch.Tensor:
+    """Zeros for all tiles of the launches whose splits are apart, int32."""
+    return torch.zeros(tiles_of(outputs), dtype=torch.int32, device=device)
 
 
 def added_by_widening(values: Values) -> float:

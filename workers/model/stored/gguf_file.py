@@ -15,9 +15,9 @@ import torch
 
 from cluster.core.errors import ModelLoadError
 from workers.forward.weights.base import CutRefused, Storage
-from workers.forward.weights.gguf import gguf_storage, joined_storage, stored_nbytes
+from workers.forward.weights.gguf import gguf_storage, joined_storage
 from workers.model.gguf_header import read_gguf
-from workers.model.stored.parts import Region
+from workers.model.stored.parts import Region, nbytes_of
 
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 _READ_BYTES = 1 << 22
@@ -143,14 +143,21 @@ class GgufFile:
         return self.vector(parameter) if is_vector else self.matrix(parameter).dequantized().float()
 
     def sizes(self, *, on_gpu: bool = False) -> dict[str, int]:
-        """Bytes of each tensor in memory, or in a GPU's, by the file's names. Raises `ModelLoadError`."""
+        """Bytes of each tensor in memory, by the file's names; `on_gpu`: as it is multiplied on a GPU.
+
+        Raises `ModelLoadError`.
+        """
         return {name: self._nbytes(tensor, on_gpu) for name, tensor in self._tensors.items()}
+
+    def kind_of(self, parameter: str) -> str:
+        """The type that the file has a matrix in. Raises `ModelLoadError`."""
+        return str(self._required(parameter).tensor_type.name)
 
     def _nbytes(self, tensor: Any, on_gpu: bool) -> int:
         if len(tensor.shape) < 2:
             return int(tensor.n_elements) * (self._dtype or torch.float32).itemsize
         try:
-            return stored_nbytes(tensor.tensor_type.name, int(tensor.n_bytes), self._dtype, on_gpu=on_gpu)
+            return nbytes_of(self._zeros(tensor), int(tensor.shape[1]), on_gpu=on_gpu)
         except ValueError as error:
             raise ModelLoadError(f"GGUF file {str(self.path)!r}: tensor {tensor.name!r}: {error}") from error
 

@@ -43,7 +43,7 @@ _PROGRESS_SECONDS = 10.0
 """Seconds from one line about a long load to the next."""
 _TRIED_ROWS = 64
 """Rows of a table that show what a layer does with them."""
-_EXPERTS = ("gate_up_proj", "down_proj")
+EXPERTS = ("gate_up_proj", "down_proj")
 _CPU = torch.device("cpu")
 
 
@@ -81,7 +81,7 @@ def load_stored(
     checkpoint: StoredCheckpoint = QuantizedCheckpoint(source, dtype) if source.is_dir() else GgufFile(source, dtype)
     with init_empty_weights(include_buffers=False), no_init_weights():
         module: PreTrainedModel = make()
-    division = _Division(module, share)
+    division = Division(module, share)
     heads = share if share.ranks > 1 else None
     names = {id(owner): name for name, owner in module.named_modules()}
     embedding: Any = module.get_input_embeddings()
@@ -138,7 +138,7 @@ def _embedding(layer: nn.Module, table: Storage, dtype: torch.dtype) -> StoredEm
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """How a layer is divided between ranks."""
 
     style: str | None
@@ -167,7 +167,7 @@ class _Cut:
         )
 
 
-class _Division:
+class Division:
     """How the layers of a model are divided between ranks: by a plan of `transformers`, or by one of Pilotfish."""
 
     def __init__(self, module: PreTrainedModel, share: Share) -> None:
@@ -186,14 +186,14 @@ class _Division:
                 f"{module.config.model_type!r}; it must be 1, or target.quantization must be none or int8"
             )
 
-    def of(self, name: str, layer: nn.Linear) -> _Cut:
+    def of(self, name: str, layer: nn.Linear) -> Cut:
         """How a layer is divided. Raises `ConfigurationError` for a number of outputs that the ranks do not divide."""
         if self._share.ranks == 1:
-            return _Cut(None, self._share, self._kv_heads)
+            return Cut(None, self._share, self._kv_heads)
         if name not in self._own:
-            return _Cut(self._plan.get(plan_name(name)), self._share, self._kv_heads)
+            return Cut(self._plan.get(plan_name(name)), self._share, self._kv_heads)
         outputs = self._own.outputs(name, layer.out_features)
-        return _Cut("rowwise" if outputs is None else None, self._share, self._kv_heads, outputs)
+        return Cut("rowwise" if outputs is None else None, self._share, self._kv_heads, outputs)
 
     def count_heads(self, name: str, attention: nn.Module, layer: nn.Linear) -> None:
         """See `OwnPlan.count_heads`."""
@@ -202,7 +202,7 @@ class _Division:
 
 
 def _linear(
-    layer: nn.Linear, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, cut: _Cut, tied: Storage | None
+    layer: nn.Linear, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, cut: Cut, tied: Storage | None
 ) -> StoredLinear:
     """A rank's share of a linear layer. `tied` is the whole matrix, if it is known."""
     shape = layer.out_features, layer.in_features
@@ -252,9 +252,9 @@ def _experts(
     if not isinstance(checkpoint, QuantizedCheckpoint) or not is_mixture:
         return None
     gate = gate_of(layer)
-    part, regions = _own_experts(layer, gate, name, share)
+    part, regions = own_experts(layer, gate, name, share)
     found: list[list[Storage]] = []
-    for word, region in zip(_EXPERTS, regions, strict=True):
+    for word, region in zip(EXPERTS, regions, strict=True):
         experts, inputs, outputs = getattr(layer, word).shape
         own = checkpoint.experts(f"{name}.{word}", (experts, outputs, inputs), region)
         if own is None and f"{name}.{word}" not in checkpoint:
@@ -267,7 +267,7 @@ def _experts(
         found.append(own)
     biases: list[Any] = [
         checkpoint.vector(f"{name}.{word}_bias")[region.experts, region.matrix.outputs].to(dtype)
-        for word, region in zip(_EXPERTS, regions, strict=True)
+        for word, region in zip(EXPERTS, regions, strict=True)
     ]
     if part.is_cut and share.rank:
         biases[1] = [None] * len(biases[1])
@@ -275,7 +275,7 @@ def _experts(
     return StoredExperts([Expert(*row) for row in rows], gate, part)
 
 
-def _own_experts(layer: Any, gate: Gate, name: str, share: Share) -> tuple[RankPart, tuple[ExpertRegion, ExpertRegion]]:
+def own_experts(layer: Any, gate: Gate, name: str, share: Share) -> tuple[RankPart, tuple[ExpertRegion, ExpertRegion]]:
     """What a rank keeps of the first and second matrices of experts. Raises `ConfigurationError`."""
     experts, inner, hidden = layer.down_proj.shape
     outputs = layer.gate_up_proj.shape[2]

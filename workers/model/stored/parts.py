@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from workers.forward.weights.base import CutRefused, Storage
+from workers.forward.weights.base import CutRefused, NoGpuProduct, Storage
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """Types of scales."""
@@ -136,3 +136,11 @@ def words(span: slice, bits: int) -> tuple[slice, slice]:
     first = span.start // WORD_INTEGERS * WORD_INTEGERS
     last = -(-span.stop // WORD_INTEGERS) * WORD_INTEGERS
     return slice(first * bits // 32, last * bits // 32), slice(span.start - first, span.stop - first)
+
+
+def nbytes_of(sample: Storage, outputs: int, *, on_gpu: bool = False) -> int:
+    """Bytes of a matrix with so many outputs, from a few of them; `on_gpu`: as its product there reads it, if any."""
+    try:
+        return sample.nbytes_of(outputs, on_gpu=on_gpu)
+    except NoGpuProduct:
+        return sample.nbytes_of(outputs)

@@ -19,8 +19,8 @@ from workers.model.stored.compressed_tensors import compressed_tensors
 from workers.model.stored.fp8 import Fp8
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.gptq import Gptq
-from workers.model.stored.mxfp4 import ExpertRegion, Mxfp4, expert_storages
-from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region
+from workers.model.stored.mxfp4 import BLOCK, ExpertRegion, Mxfp4, expert_storages
+from workers.model.stored.parts import FLOATS, Parts, QuantizedFormat, Region, nbytes_of
 from workers.model.stored.source import stored_file
 from workers.model.weight_files import config_values, weight_files
 
@@ -34,7 +34,9 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], QuantizedFormat]] = {
     "mxfp4": Mxfp4,
 }
 """What reads a checkpoint, by its `quantization_config.quant_method`."""
-_SAMPLED_OUTPUTS = 128
+_BLOCKS = "_blocks"
+"""Ends the names of the values of experts in MXFP4."""
+SAMPLED_OUTPUTS = 128
 """Outputs that tell the bytes of a matrix: as many as a block of scales has."""
 DEQUANTIZED = FORMATS.keys() - {"mxfp4"}
 """The methods whose checkpoints are written de-quantized for other quantizations; `transformers` reads the others."""
@@ -157,8 +159,11 @@ class QuantizedCheckpoint:
                 found[parameter] = self._quantized_shape(parameter)
         return found
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each parameter in memory. A few outputs of each matrix are read. Raises `ModelLoadError`."""
+    def sizes(self, *, on_gpu: bool = False) -> dict[str, int]:
+        """Bytes of each parameter in memory; `on_gpu`: as it is multiplied on a GPU. A few outputs of each are read.
+
+        Raises `ModelLoadError`.
+        """
         found: dict[str, int] = {}
         known: dict[tuple[tuple[str, object], ...], int] = {}
         for name in self._file_of:
@@ -167,10 +172,13 @@ class QuantizedCheckpoint:
                 tensor = self._plain(name)
                 kept = self._dtype or tensor.dtype if tensor.dtype in FLOATS else tensor.dtype
                 found[name] = tensor.numel() * kept.itemsize
+                if not on_gpu and name.endswith(_BLOCKS) and tensor.dim() == 4:  # their scales are wider on a CPU
+                    found[name] = self._experts_nbytes(name.removesuffix(_BLOCKS), tensor) - tensor[..., 0].numel()
             elif parameter not in found:
-                like = self._signature(parameter)
+                like = self.kind_of(parameter)
                 if like not in known:
-                    known[like] = self._nbytes(parameter)
+                    outputs = self._quantized_shape(parameter)[0]
+                    known[like] = nbytes_of(self._sample(parameter), outputs, on_gpu=on_gpu)
                 found[parameter] = known[like]
         return found
 
@@ -180,7 +188,7 @@ class QuantizedCheckpoint:
         Raises `ModelLoadError`.
         """
         found = filter(None, map(self.matrix_of, self._file_of))
-        kinds = {self._signature(parameter): parameter for parameter in found}
+        kinds = {self.kind_of(parameter): parameter for parameter in found}
         try:
             for parameter in kinds.values():
                 self._sample(parameter).words()
@@ -188,22 +196,30 @@ class QuantizedCheckpoint:
             return False
         return True
 
-    def _signature(self, parameter: str) -> tuple[tuple[str, object], ...]:
-        """What the size of a quantized matrix depends on."""
+    def kind_of(self, parameter: str) -> tuple[tuple[str, object], ...]:
+        """What the bytes of a matrix depend on: shapes, types, and whether inputs are in another order.
+
+        All plain ones are of one kind. Raises `ModelLoadError`.
+        """
+        if not self.is_quantized(parameter):
+            return ()
         module = parameter.rpartition(".")[0]
         parts = ((word, self._mapped(f"{module}.{word}")) for word in sorted(self._words[module] & self.format.parts))
-        return tuple((word, (tuple(tensor.shape), tensor.dtype)) for word, tensor in parts)
+        return tuple((word, (tuple(tensor.shape), tensor.dtype, _is_shuffled(tensor))) for word, tensor in parts)
 
-    def _nbytes(self, parameter: str) -> int:
-        """Bytes of a quantized matrix in memory, from those of its first outputs."""
-        sample = self._sample(parameter)
-        return sample.nbytes * self._quantized_shape(parameter)[0] // sample.outputs
+    def _experts_nbytes(self, parameter: str, blocks: torch.Tensor) -> int:
+        """Bytes of the matrices of all experts, as a CPU has them."""
+        experts, outputs, groups, _ = blocks.shape
+        shape = (int(experts), int(outputs), int(groups) * BLOCK)
+        one = ExpertRegion(slice(0, 1), Region(slice(0, 1), slice(0, shape[2])))
+        sample = self.experts(parameter, shape, one)
+        return 0 if sample is None else shape[0] * sample[0].nbytes_of(shape[1])
 
     def _sample(self, parameter: str) -> Storage:
         """The first outputs of a matrix."""
         is_quantized = self.is_quantized(parameter)
         outputs, inputs = self._quantized_shape(parameter) if is_quantized else self._plain(parameter).shape
-        return self.matrix(parameter, None, Region(slice(0, min(outputs, _SAMPLED_OUTPUTS)), slice(0, inputs)))
+        return self.matrix(parameter, None, Region(slice(0, min(outputs, SAMPLED_OUTPUTS)), slice(0, inputs)))
 
     def _quantized_shape(self, parameter: str) -> tuple[int, int]:
         module = parameter.rpartition(".")[0]
@@ -271,26 +287,42 @@ class QuantizedCheckpoint:
             )
 
 
+def _is_shuffled(tensor: torch.Tensor) -> bool:
+    """Whether the numbers of a list, as the groups of inputs, do not ascend."""
+    is_list = tensor.dim() == 1 and not tensor.is_floating_point()
+    return is_list and bool((tensor.diff() < 0).any())
+
+
 _TABLES = ("token_embd.weight", "embed_tokens.weight", "wte.weight")
 _HEADS = ("output.weight", "lm_head.weight")
 
 
-def stored_bytes(directory: Path, dtype: str, *, read_by_a_step: bool = False, on_gpu: bool = False) -> int | None:
-    """Bytes of a model's packed weights with `quantization: stored`; `None` for one that has no such weights.
+def stored_checkpoint(directory: Path, dtype: torch.dtype) -> QuantizedCheckpoint | GgufFile | None:
+    """What `quantization: stored` reads a model's weights from; `None` for one that has no such weights.
 
-    Plain tensors are kept as `dtype`. With `read_by_a_step`, an embedding that is not the head, too, is left out,
-    because a step reads a few of its rows only. `on_gpu`: k-quants take more there. Raises `ModelLoadError`.
+    `dtype` is that of plain matrices. Raises `ModelLoadError`.
     """
-    plain: torch.dtype = getattr(torch, dtype)
     settings = quantization_of(directory)
     if settings is not None:
-        if str(settings.get("quant_method")) not in FORMATS:
-            return None
-        sizes = QuantizedCheckpoint(directory, plain).sizes()
-    elif (file := stored_file(directory)) is not None:
-        sizes = GgufFile(file, plain).sizes(on_gpu=on_gpu)
-    else:
+        known = str(settings.get("quant_method")) in FORMATS
+        return QuantizedCheckpoint(directory, dtype) if known else None
+    file = stored_file(directory)
+    return None if file is None else GgufFile(file, dtype)
+
+
+def stored_bytes(directory: Path, dtype: str, *, read_by_a_step: bool = False, on_gpu: bool = False) -> int | None:
+    """Bytes of a model's weights with `quantization: stored`; `None` for one that has no such weights.
+
+    Plain tensors are kept as `dtype`. With `read_by_a_step`, an embedding that is not the head, too, is left out,
+    because a step reads a few of its rows only. `on_gpu`: matrices are as products there read them. Raises
+    `ModelLoadError`.
+    """
+    checkpoint = stored_checkpoint(directory, getattr(torch, dtype))
+    if checkpoint is None:
         return None
+    sizes = checkpoint.sizes(on_gpu=on_gpu)
     has_head = any(name in _HEADS for name in sizes)
+    if on_gpu and has_head:  # nothing is multiplied with the table
+        sizes |= {name: size for name, size in checkpoint.sizes().items() if name.endswith(_TABLES)}
     left_out = _TABLES if read_by_a_step and has_head else ()
     return sum(size for name, size in sizes.items() if not name.endswith(left_out))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from tests.unit.forward.weights.test_gguf import SCALES, drawn
 from tests.unit.forward.weights.test_groups import stored
 from workers.forward.weights.base import Offset, Storage
 from workers.forward.weights.floats import e4m3_storage, mxfp4_storage
+from workers.forward.weights.gathered import gathered_groups
 from workers.forward.weights.gguf import gguf_storage
 from workers.forward.weights.groups import GroupStorage
 from workers.forward.weights.int8 import Int8Storage
+from workers.forward.weights.plain import PlainStorage
 
 OUT, BLOCKS = 70, 3
 """Outputs that fill no block of words, and blocks of inputs that fill no step."""
@@ -75,12 +78,39 @@ def test_rows_have_the_bits_of_the_stored_matrix(name: str) -> None:
     assert torch.equal(found.view(torch.int32), storage.dequantized()[ids].view(torch.int32))
 
 
+def tensors_of(value: Any) -> int:
+    """Bytes of all tensors of a storage or of words."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(tensors_of(getattr(value, field.name)) for field in fields(value)) if is_dataclass(value) else 0
+
+
+def gathered() -> Storage:
+    """Groups in activation order, of 20, 5 and 7 inputs."""
+    draw = torch.Generator().manual_seed(0)
+    group_of = torch.tensor([0] * 20 + [1] * 5 + [2] * 7)[torch.randperm(32, generator=draw)]
+    integers = torch.randint(0, 16, (OUT, 32), generator=draw, dtype=torch.uint8)
+    return gathered_groups(integers, 4, torch.rand(OUT, 3).half(), None, group_of)
+
+
+@pytest.mark.parametrize("name", [*STORAGES, "gathered", "plain"])
+def test_the_reported_bytes_are_those_of_all_tensors(name: str) -> None:
+    storage = STORAGES.get(name, gathered if name == "gathered" else lambda: PlainStorage(torch.randn(OUT, 96)))()
+    assert storage.nbytes == tensors_of(storage)
+    for outputs in (1, 64, OUT):
+        part = storage.take_outputs(slice(0, outputs))
+        assert storage.nbytes_of(outputs) == tensors_of(part)
+        if name in STORAGES:
+            matrix = part.words()
+            assert storage.nbytes_of(outputs, on_gpu=True) == matrix.nbytes == tensors_of(matrix)
+
+
 @pytest.mark.parametrize("name", ["Q6_K", "Q4_K", "fp8", "mxfp4", "activation order"])
 def test_reading_rows_makes_no_host_wait_for_a_device(name: str) -> None:
     matrix = STORAGES[name]().words()
     with fake_device() as device:
         tensors = {key: getattr(matrix, key) for key in ("words", "scale", "offset", "units", "order")}
-        copies = {
+        copies: dict[str, Any] = {
             key: None if one is None else torch.empty(one.shape, dtype=one.dtype, device=device)
             for key, one in tensors.items()
         }

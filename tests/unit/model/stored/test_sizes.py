@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,16 @@ from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.stored_model import check_kept, load
 from tests.support.models import quantized, stored_gguf, tiny
 from tests.support.slow import slow_but
-from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES, FEW, write
+from tests.unit.model.stored.test_stored_checkpoints import CHECKPOINTS, FAMILIES, FEW, SIZES, write
 from workers.distill.options import DistillOptions
+from workers.forward.attention import register
+from workers.forward.gpu_product import GpuProduct
 from workers.forward.native.decoder import NativeDecoder
+from workers.forward.weights.base import NoGpuProduct, Storage
+from workers.forward.weights.gathered import GatheredStorage
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
+from workers.model.rank_bytes import rank_bytes
+from workers.model.sharding import complete_plan
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.loading import load_stored
@@ -36,21 +44,57 @@ from workers.model.stored.source import write_stored_in
 from workers.model.weight_counts import count_weights
 from workers.serve.configuration import load_configuration
 
+WHOLE = Share(0, 1)
 TYPES = {"embed_tokens": "Q8_0", "lm_head": "F16", "v_proj": "Q5_1", "up_proj": "Q4_0", "down_proj": "Q5_0"}
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a storage, or of another value."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_of(getattr(value, field.name))
+
+
+def on_a_gpu(storage: Storage) -> Any:
+    """What a GPU holds of a matrix that it multiplies with."""
+    if isinstance(storage, GatheredStorage):
+        return storage.kernel_of(lambda columns: GpuProduct(columns.words(), None))
+    try:
+        return storage.words()
+    except NoGpuProduct:
+        return storage
+
+
+def held_bytes(module: Any, *, on_gpu: bool = False) -> int:
+    """Bytes of the tensors of a model's weights, before matrices are packed, or once they are on a GPU."""
+    linears = [layer for layer in module.modules() if isinstance(layer, StoredLinear)]
+    embeddings = [layer for layer in module.modules() if isinstance(layer, StoredEmbedding)]
+    found: dict[int, Any] = {id(layer.storage): layer.storage for layer in embeddings}
+    tables = {storage.weight.untyped_storage().data_ptr() for storage in found.values() if hasattr(storage, "weight")}
+    for storage in (layer.storage for layer in linears):
+        is_view = hasattr(storage, "weight") and storage.weight.untyped_storage().data_ptr() in tables
+        if not on_gpu:
+            found[id(storage)] = storage
+        elif not is_view:  # what is a part of a plain table is multiplied where it is
+            found[id(storage)] = on_a_gpu(storage)
+    found |= {id(one): one for one in (*(layer.bias for layer in linears), *module.parameters()) if one is not None}
+    return sum(one.nbytes for value in found.values() for one in tensors_of(value))
+
+
+def rank_of(source: Path, directory: Path, share: Share = WHOLE) -> Any:
+    """A rank's part of a model that is loaded from `source`."""
+    register()
+    config = AutoConfig.from_pretrained(directory)
+    complete_plan(config, share)
+    make = lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # noqa: E731
+    return load_stored(make, source, torch.bfloat16, share)
 
 
 def held(source: Path, directory: Path) -> int:
     """Bytes of the weights of a model that was loaded from `source`."""
-    config = AutoConfig.from_pretrained(directory)
-    module: Any = load_stored(
-        lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), source, torch.bfloat16, Share(0, 1)
-    )
-    kept = [layer for layer in module.modules() if isinstance(layer, (StoredLinear, StoredEmbedding))]
-    tensors = {id(layer.storage): layer.storage.nbytes for layer in kept}
-    biases = [layer.bias for layer in kept if isinstance(layer, StoredLinear) and layer.bias is not None]
-    others = [*biases, *module.parameters()]
-    plain: dict[int, int] = {id(one): one.nbytes for one in others}
-    return sum(tensors.values()) + sum(plain.values())
+    return held_bytes(rank_of(source, directory))
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +109,27 @@ def test_a_quantized_checkpoint_takes_what_its_matrices_hold(name: str, plain: P
     assert count_weights(tmp_path / "model") == count_weights(plain)
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", slow_but((*FEW, "compressed-tensors in activation order"), CHECKPOINTS))
+def test_a_rank_of_a_quantized_checkpoint_takes_what_it_holds(
+    name: str, tied: bool, on_gpu: bool, tmp_path: Path
+) -> None:
+    """Groups in activation order are padded where their inputs are divided."""
+    config = tiny.llama(**SIZES, head_dim=32, tie_word_embeddings=tied)
+    directory = tmp_path / "model"
+    write(tiny.save(tmp_path / "plain", config), directory, name)
+    ranks = [rank_of(directory, directory, Share(rank, 3)) for rank in range(3)]
+    most = max(held_bytes(rank, on_gpu=on_gpu) for rank in ranks)
+    assert rank_bytes(directory, "bfloat16", 3, on_gpu=on_gpu) == most
+    whole = stored_bytes(directory, "bfloat16", on_gpu=on_gpu)
+    assert whole == held_bytes(rank_of(directory, directory), on_gpu=on_gpu)
+    assert whole < 3 * most
+
+
 def mixed(folder: Path, *, tied: bool) -> Path:
     """The directory of a model that is stored in `model.gguf` beside it, in several types."""
-    config = tiny.llama(hidden_size=96, intermediate_size=192, head_dim=32, tie_word_embeddings=tied)
+    config = tiny.llama(**SIZES, head_dim=32, tie_word_embeddings=tied)
     directory = tiny.save(folder / "model", config)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     stored_gguf.write(model, folder / "model.gguf", "llama", TYPES)
@@ -81,6 +143,10 @@ def test_a_gguf_file_takes_what_its_matrices_hold(tied: bool, tmp_path: Path) ->
     whole = stored_bytes(directory, "bfloat16")
     assert whole is not None
     assert whole == held(tmp_path / "model.gguf", directory)
+    for on_gpu in (False, True):
+        ranks = [rank_of(tmp_path / "model.gguf", directory, Share(rank, 3)) for rank in range(3)]
+        most = max(held_bytes(rank, on_gpu=on_gpu) for rank in ranks)
+        assert rank_bytes(directory, "bfloat16", 3, on_gpu=on_gpu) == most
     table = 0 if tied else tiny.VOCABULARY * 96 * 34 // 32
     assert stored_bytes(directory, "bfloat16", read_by_a_step=True) == whole - table
 
@@ -124,16 +190,9 @@ def test_k_quants_take_a_twentieth_more_than_their_file(tmp_path: Path) -> None:
 
 def test_a_gpu_takes_more_for_k_quants(tmp_path: Path) -> None:
     directory, _ = k_quants(tmp_path)
-    config = AutoConfig.from_pretrained(directory)
-    module: Any = load_stored(
-        lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16),
-        *(tmp_path / "model.gguf", torch.bfloat16, Share(0, 1)),
-    )
-    matrices: dict[int, Any] = {
-        id(one.storage): one.storage for one in module.modules() if isinstance(one, StoredLinear)
-    }
-    held = sum(storage.gpu_nbytes for storage in matrices.values()) + sum(one.nbytes for one in module.parameters())
-    assert stored_bytes(directory, "bfloat16", on_gpu=True) == held > (stored_bytes(directory, "bfloat16") or 0)
+    module = rank_of(tmp_path / "model.gguf", directory)
+    found = stored_bytes(directory, "bfloat16", on_gpu=True)
+    assert found == held_bytes(module, on_gpu=True) > (stored_bytes(directory, "bfloat16") or 0)
 
 
 def test_costs_and_plans_for_gpus_count_what_k_quants_take_there(
@@ -150,6 +209,10 @@ def test_costs_and_plans_for_gpus_count_what_k_quants_take_there(
     options = DistillOptions(kind="eagle3", plan=True, json=True)
     print_plan(options, directory, 1, "stored")
     assert json.loads(capsys.readouterr().out)["target"]["stored"] == on_gpu
+    print_plan(options, directory, 2, "stored")
+    each = rank_bytes(directory, "bfloat16", 2, on_gpu=True)
+    assert each is not None
+    assert json.loads(capsys.readouterr().out)["target"]["stored"] == 2 * each > on_gpu
 
 
 def test_plain_weights_are_not_stored_ones(plain: Path) -> None:
@@ -172,6 +235,22 @@ def test_every_plan_of_memory_counts_the_stored_bytes(plain: Path, tmp_path: Pat
     assert problems((1 << 20) + size - 1)
     assert configuration_cost(configuration).target_bytes == size
     assert weight_bytes(TargetSection.model_validate(configuration.target)) == size
+
+
+def test_a_plan_of_memory_counts_what_each_rank_holds(plain: Path, tmp_path: Path) -> None:
+    write(plain, tmp_path / "model", "gptq in activation order")
+    size, whole = rank_bytes(tmp_path / "model", "bfloat16", 3), stored_bytes(tmp_path / "model", "bfloat16")
+    assert size is not None
+    assert whole is not None
+    assert 3 * size > whole
+    values = {"target.path": str(tmp_path / "model"), "target.quantization": "stored", "target.dtype": "bfloat16"}
+    values |= {"target.tensor_parallel": "3", "target.device": "cpu"}
+    configuration = load_configuration({}, values | {"target.kv.pool_bytes": 1 << 20})
+    for memory, fits in ((3 * ((1 << 20) + size), True), (3 * ((1 << 20) + size) - 1, False)):
+        machine = Resources(cpus=8, gpus=0, memory_bytes=memory)
+        placement = plan(configuration, [machine])
+        found = preflight.memory_problems(configuration, placement, [machine], tmp_path / "model", None)
+        assert bool(list(found)) is not fits
 
 
 def test_what_stands_behind_a_long_vocabulary_is_found(tmp_path: Path) -> None:

@@ -15,14 +15,17 @@ from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.engine_sequence import generate
 from tests.support.engines.stored_model import TEXT, check_close, check_greedy, load, logits
 from tests.support.models import quantized, tiny
+from tests.unit.model.stored.test_sizes import held_bytes, tensors_of
 from tests.unit.model.stored.test_stored_answers import PROMPTS, TOKENS, check_batched_and_drafted, open_engine
 from workers.forward.attention import register
 from workers.forward.experts import FastExperts
 from workers.forward.native.packed_experts import PackedExperts
 from workers.forward.weights.experts import StoredExperts
+from workers.model.rank_bytes import rank_bytes
 from workers.model.sharding import complete_plan
 from workers.model.share import Share
 from workers.model.stored.loading import load_stored
+from workers.model.stored.quantized_checkpoint import stored_bytes
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -135,8 +138,27 @@ def test_ranks_have_the_whole_together(written: tuple[Path, torch.Tensor], ranks
     assert sum(map(size, parts)) == size(whole)
 
 
+@pytest.mark.parametrize(("ranks", "expert_parallel"), [(1, False), (2, False), (2, True)])
+def test_a_rank_takes_what_it_holds(written: tuple[Path, torch.Tensor], ranks: int, expert_parallel: bool) -> None:
+    models = [held_model(written[0], Share(rank, ranks, expert_parallel)) for rank in range(ranks)]
+    experts = [[part for part in one.modules() if isinstance(part, StoredExperts)] for one in models]
+    sizes = [
+        sum(one.nbytes for part in parts for expert in part.experts for one in tensors_of(expert)) for parts in experts
+    ]
+    most = max(size + held_bytes(one) for size, one in zip(sizes, models, strict=True))
+    if ranks == 1:
+        assert stored_bytes(written[0], "float32") == most
+    else:
+        assert rank_bytes(written[0], "float32", ranks, expert_parallel=expert_parallel) == most
+
+
 def held_experts(path: Path, share: Share) -> StoredExperts:
     """The experts of one rank's first layer."""
+    return next(part for part in held_model(path, share).modules() if isinstance(part, StoredExperts))
+
+
+def held_model(path: Path, share: Share) -> PreTrainedModel:
+    """One rank of the model."""
     register()
     config = AutoConfig.from_pretrained(path)
     complete_plan(config, share)
@@ -148,12 +170,13 @@ def held_experts(path: Path, share: Share) -> StoredExperts:
     model = load_stored(make, path, torch.float32, share)
     sinks = [value for name, value in model.named_parameters() if name.endswith("sinks")]
     assert [len(value) for value in sinks] == [4 // share.ranks] * 2
-    return next(part for part in model.modules() if isinstance(part, StoredExperts))
+    return model
 
 
 def size(experts: StoredExperts) -> int:
-    """Bytes of the matrices."""
-    return sum(one.first.nbytes + one.second.nbytes for one in experts.experts)
+    """Bytes of the matrices, without what all outputs of one share."""
+    matrices = [matrix for one in experts.experts for matrix in (one.first, one.second)]
+    return sum(matrix.nbytes - matrix.nbytes_of(0) for matrix in matrices)
 
 
 def test_experts_in_another_format_are_refused_with_what_reads_them(tmp_path: Path) -> None:
