@@ -24,11 +24,11 @@ INLINE Words shifted(Words bits, const int by)
     return by < 0 ? bits >> -by : bits << by;
 }
 
-/* Bits that a shift brings from one byte into its neighbour are masked. */
-INLINE void unpack(const Matrix *matrix, const char *from, char *to, const Planes planes)
+/* Bits that a shift brings from one byte into its neighbour are masked. `subtracted` is taken from each byte. */
+INLINE void unpack(const Matrix *matrix, const char *from, char *to, const Planes planes, const int64_t subtracted)
 {
     const int64_t bytes = unpacked_bytes(matrix), part = bytes / planes.parts;
-    const Bytes less = (Bytes)((Words){0} + (uint32_t)matrix->less * 0x01010101u);
+    const Bytes less = (Bytes)((Words){0} + (uint32_t)subtracted * 0x01010101u);
     const int half = planes.parts / 2;
     const char *above = from + bytes / 2;
     for (int64_t line = 0; line < bytes / 2 + (planes.high ? part : 0); line += LINE) __builtin_prefetch(from + AHEAD + line, 0, 3);
@@ -46,12 +46,13 @@ INLINE void unpack(const Matrix *matrix, const char *from, char *to, const Plane
     }
 }
 
+/* Nothing is subtracted from values of 4 bits, of which a byte has two: the compiler leaves a constant zero out. */
 void pilotfish_unpack_planes(const Matrix *matrix, const char *from, char *to)
 {
-    if (matrix->planes == PLANES_2) unpack(matrix, from, to, all_planes[PLANES_2]);
-    else if (matrix->planes == PLANES_2_1) unpack(matrix, from, to, all_planes[PLANES_2_1]);
-    else if (matrix->planes == PLANES_4_1) unpack(matrix, from, to, all_planes[PLANES_4_1]);
-    else unpack(matrix, from, to, all_planes[PLANES_4_2]);
+    if (matrix->planes == PLANES_2) unpack(matrix, from, to, all_planes[PLANES_2], 0);
+    else if (matrix->planes == PLANES_2_1) unpack(matrix, from, to, all_planes[PLANES_2_1], 0);
+    else if (matrix->planes == PLANES_4_1) unpack(matrix, from, to, all_planes[PLANES_4_1], matrix->less);
+    else unpack(matrix, from, to, all_planes[PLANES_4_2], matrix->less);
 }
 
 uint8_t pilotfish_unpacked_byte(const Matrix *matrix, const char *from, int64_t index)
