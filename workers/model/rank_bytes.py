@@ -84,7 +84,7 @@ class _Matrices:
         if not self.on_gpu and isinstance(self.checkpoint, QuantizedCheckpoint):  # scales are wider on a CPU
             one = ExpertRegion(slice(experts.start, experts.start + 1), Region(slice(0, 1), own.inputs))
             each = sum(sample.nbytes_of(rows) for sample in self.checkpoint.experts(parameter, shape, one) or [])
-        return (experts.stop - experts.start) * each
+        return len(range(experts.start, experts.stop)) * int(each)
 
 
 class _Rank:
@@ -128,7 +128,7 @@ class _Rank:
         region = cut.region((layer.out_features, layer.in_features), path)
         if cut.outputs is not None:
             region = Region(slice(0, len(cut.outputs)), region.inputs)
-        bias = 0 if layer.bias is None else (region.outputs.stop - region.outputs.start) * self._dtype.itemsize
+        bias: int = 0 if layer.bias is None else (region.outputs.stop - region.outputs.start) * self._dtype.itemsize
         if table is not None and cut.style is None:
             return bias  # the rows are read from the head
         is_view = table is not None and self._matrices.on_gpu

@@ -212,6 +212,7 @@ def test_costs_and_plans_for_gpus_count_what_k_quants_take_there(
     print_plan(options, directory, 2, "stored")
     each = rank_bytes(directory, "bfloat16", 2, on_gpu=True)
     assert each is not None
+    assert on_gpu is not None
     assert json.loads(capsys.readouterr().out)["target"]["stored"] == 2 * each > on_gpu
 
 
