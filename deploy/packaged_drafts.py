@@ -10,7 +10,9 @@ from typing import Any
 from cluster.core.config.draft_section import DEFAULT_METHOD, NO_DRAFTS
 from cluster.core.config.target_section import TargetSection
 from workers.draft.registry import METHODS
-from workers.model.draft_card import WEIGHTS, is_distilled, read_card
+from workers.model.draft_card import WEIGHTS, is_distilled, is_written_here, read_card
+from workers.model.formats.registry import find_format
+from workers.model.formats.speculators import verifier
 from workers.model.packaged.catalogue import PACKAGED_MODELS
 from workers.model.weight_files import config_values
 
@@ -20,27 +22,36 @@ _MODEL = "model"
 
 
 def packaged_drafts() -> dict[str, Path]:
-    """The directories of the packaged drafts, by name: the folders of `deploy/drafts` that hold a draft card."""
+    """The directories of the packaged drafts, by name: the folders of `deploy/drafts` that say what draft they hold."""
     folder = Path(__file__).parent / "drafts"
     found = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {directory.name: directory for directory in found if is_distilled(directory)}
+    return {directory.name: directory for directory in found if is_written_here(directory)}
 
 
 def is_installed(directory: Path) -> bool:
-    """Whether the weights of a packaged draft are beside its card."""
+    """Whether the weights of a packaged draft are beside what describes them."""
     return (directory / WEIGHTS).is_file()
 
 
 def packaged_draft(method: str, target: str) -> str | None:
     """The name of the packaged draft that a drafting method loads for a target; `None` if there is none."""
     kind = METHODS.get(method).settings.draft_kind
-    return next((name for name, found in drafts_of(target).items() if read_card(found).kind == kind), None)
+    return next((name for name, found in drafts_of(target).items() if _about(found)[1] == kind), None)
 
 
 def drafts_of(target: str) -> dict[str, Path]:
     """The directories of a target's packaged drafts, by name."""
     name = Path(target.partition("@")[0]).name
-    return {packaged: found for packaged, found in packaged_drafts().items() if read_card(found).target == name}
+    return {packaged: found for packaged, found in packaged_drafts().items() if _about(found)[0] == name}
+
+
+def _about(directory: Path) -> tuple[str, str]:
+    """The target's name and the kind of a packaged draft, which are known without its weights."""
+    if is_distilled(directory):
+        card = read_card(directory)
+        return card.target, card.kind
+    found = find_format(directory, {})
+    return ("", "") if found is None else (verifier(found[1]), found[0].kind(found[1]))
 
 
 def translator_method(values: Mapping[str, Any]) -> str | None:

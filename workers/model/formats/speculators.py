@@ -77,7 +77,7 @@ class SpeculatorsFormat:
             body,
             taps or checkpoint.numbers(_LAYERS) or (),
             tap_norm=tap_norm_of(checkpoint, checkpoint.flag("fc_norm")),
-            target=_verifier(checkpoint),
+            target=verifier(checkpoint),
         )
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:
@@ -97,7 +97,8 @@ def _type(checkpoint: Checkpoint) -> str:
     return str(found)
 
 
-def _verifier(checkpoint: Checkpoint) -> str:
+def verifier(checkpoint: Checkpoint) -> str:
+    """The name of the target for which a draft was made; empty where the configuration has none."""
     found = checkpoint.nested("speculators_config").nested("verifier").config.get("name_or_path")
     return found if isinstance(found, str) else ""
 
@@ -124,7 +125,7 @@ def _layer(checkpoint: Checkpoint) -> DraftDescription:
     if strange:
         checkpoint.fail(f"its weights have {shorten(strange[:3])} in excess, beside {_MTP_LAYER}*")
     return DraftDescription(
-        _verifier(checkpoint), vocabulary, size, (), None, kind=_MTP, taps=(LAST_TAP,), source=CONFIG
+        verifier(checkpoint), vocabulary, size, (), None, kind=_MTP, taps=(LAST_TAP,), source=CONFIG
     )
 
 
@@ -145,7 +146,7 @@ def _block(checkpoint: Checkpoint, taps: Sequence[Tap]) -> DraftDescription:
         body,
         chosen,
         predicts_next=_BLOCKS[kind],
-        target=_verifier(checkpoint),
+        target=verifier(checkpoint),
     )
 
 
