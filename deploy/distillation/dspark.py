@@ -92,6 +92,7 @@ class Run(SingleProcess):
     """One run of the command."""
 
     command = "dspark"
+    shape_type = MaskedBlockShape
 
     def default_taps(self) -> tuple[int, ...]:
         return default_taps(int(self.config.num_hidden_layers))
@@ -108,6 +109,8 @@ class Run(SingleProcess):
 
     def vocabulary(self, texts: Texts) -> tuple[int, ...]:
         """The tokens that the drafter can propose: the frequent ones in the answers, or all."""
+        if self.begun is not None:
+            return self.begun.vocabulary
         is_reduced = 0 < self.options.vocabulary_size < int(self.config.vocab_size)
         return self.frequent(texts) if is_reduced else ()
 
@@ -130,7 +133,7 @@ class Run(SingleProcess):
             overlap=chosen.overlap,
         )
         whole = scaled_head(self.target)
-        head = whole if tokens is None else whole[tokens]
+        head = self.begun.head(whole) if self.begun is not None else whole if tokens is None else whole[tokens]
         training = BlockTraining(head, module, plan, self.peers, tokens)
 
         def save() -> None:
@@ -146,17 +149,23 @@ class Run(SingleProcess):
         return rows
 
     def _module(self, taps: Sequence[int], scale: torch.Tensor) -> SparkModule:
-        """A drafter that begins as the target's first layer and its last ones, on the target's device."""
-        chosen = self.options
+        """A drafter on the target's device. It begins as another one, or as the target's first layer and last ones."""
+        chosen, begun = self.options, self.begun
         torch.manual_seed(chosen.seed)
         decoder = self.target.get_decoder()
         embedding = self.target.get_input_embeddings().get_parameter("weight").detach()
-        module = SparkModule(block_shape(self.config, chosen, len(taps)), embedding, scale).to(self.device)
-        layers = [
-            {name: value.detach() for name, value in decoder.layers[number].named_parameters()}
-            for number in self.first_layers()
-        ]
-        module.start(layers, decoder.norm.weight.detach())
+        shape = begun.card.shape if begun is not None else block_shape(self.config, chosen, len(taps))
+        if not isinstance(shape, MaskedBlockShape):
+            raise TypeError(f"{type(shape).__name__} is no shape of a DSpark drafter")
+        module = SparkModule(shape, embedding, scale).to(self.device)
+        if begun is not None:
+            module.load(begun.tensors(self.device))
+        else:
+            layers = [
+                {name: value.detach() for name, value in decoder.layers[number].named_parameters()}
+                for number in self.first_layers()
+            ]
+            module.start(layers, decoder.norm.weight.detach())
         size = sum(one.numel() for one in module.parameters())
         self.tell(f"drafter of {size:,} parameters reads hidden states {list(taps)}")
         return module

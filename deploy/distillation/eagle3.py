@@ -23,7 +23,7 @@ from deploy.distillation.single_process import (
 )
 from workers.distill.answers import Answer
 from workers.distill.divergence import DIVERGENCES, FORWARD_KL
-from workers.distill.eagle3.head import Eagle3Head
+from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
 from workers.distill.eagle3.states import TextStates
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
 from workers.model.draft_card import DraftDescription
@@ -70,6 +70,7 @@ class Run(SingleProcess):
     """One run of the command."""
 
     command = "eagle3"
+    shape_type = FeatureShape
 
     def default_taps(self) -> tuple[int, ...]:
         return default_taps(int(self.config.num_hidden_layers))
@@ -78,8 +79,10 @@ class Run(SingleProcess):
         return (int(self.config.num_hidden_layers) - 1,)
 
     def vocabulary(self, texts: Texts) -> tuple[int, ...]:
-        """The tokens that are frequent in the answers."""
-        return self.frequent(texts)
+        """The tokens that are frequent in the answers, or those of the head that is trained further."""
+        if self.begun is None:
+            return self.frequent(texts)
+        return self.begun.vocabulary or tuple(range(int(self.config.vocab_size)))
 
     def train(self, texts: Texts) -> None:
         """Train, measure and save. Raises `PilotfishError`."""
@@ -122,15 +125,22 @@ class Run(SingleProcess):
         return states
 
     def _head(self, taps: Sequence[int], vocabulary: Sequence[int]) -> Eagle3Head:
-        """A head that begins as the target's last layer, on the target's device."""
+        """A head on the target's device. It begins as another one, or as the target's last layer."""
         torch.manual_seed(self.options.seed)
-        shape = shape_of(self.config, taps, is_normed=self.options.tap_norm == "each")
+        begun = self.begun
+        is_normed = self.options.tap_norm == "each"
+        shape = begun.card.shape if begun is not None else shape_of(self.config, taps, is_normed=is_normed)
+        if not isinstance(shape, FeatureShape):
+            raise TypeError(f"{type(shape).__name__} is no shape of an EAGLE-3 head")
         head = Eagle3Head(shape, len(vocabulary)).to(self.device)
-        decoder = self.target.get_decoder()
-        (number,) = self.first_layers()
-        layer = {name: value.detach() for name, value in decoder.layers[number].named_parameters()}
-        rows = scaled_head(self.target)[torch.tensor(vocabulary, device=self.device)]
-        head.start(layer, decoder.norm.weight.detach(), rows)
+        if begun is not None:
+            head.load_state_dict(begun.tensors(self.device) | {LM_HEAD: begun.head(scaled_head(self.target)).float()})
+        else:
+            decoder = self.target.get_decoder()
+            (number,) = self.first_layers()
+            layer = {name: value.detach() for name, value in decoder.layers[number].named_parameters()}
+            rows = scaled_head(self.target)[torch.tensor(vocabulary, device=self.device)]
+            head.start(layer, decoder.norm.weight.detach(), rows)
         self.tell(f"head of {sum(one.numel() for one in head.parameters()):,} parameters reads layers {list(taps)}")
         return head
 

@@ -24,6 +24,7 @@ import torch
 from cluster.core.errors import ConfigurationError
 from cluster.generation.text.tokenizer import Tokenizer
 from deploy.dataclass_options import number_list
+from deploy.distillation.begun_draft import begun_draft
 from deploy.distillation.checkpoints import NO_CHECKPOINTS, STATE, Checkpoints, FileCheckpoints
 from deploy.distillation.conversations import AnswerPlan, BatchedTarget, Write
 from deploy.distillation.training_card import TrainingCard, command_of
@@ -40,7 +41,7 @@ from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import device_name, multiplies_bfloat16
 from workers.distill.vocabulary import frequent_tokens
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
-from workers.model.public_shapes import DecoderShape, RopeShape
+from workers.model.public_shapes import DecoderShape, FeatureShape, MaskedBlockShape, RopeShape
 from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
 from workers.model.stored.source import stored_alone
 from workers.model.target_ends import read_config
@@ -80,6 +81,7 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--most-tokens", type=int, default=6_000_000, help="Most tokens of texts.")
     add("--temperatures", default="0,0.7,1", help="Temperatures of the first pass over a file, the second, and so on.")
     add("--held-out", type=int, default=48, help="Prompts of each file that are only measured on (a tenth at most).")
+    add("--start", type=Path, help="A public draft to train further. Its sizes, taps and vocabulary stay.")
     add("--taps", default="", help="Hidden states that the draft reads. Unset: by the number of layers.")
     add("--decay", type=float, default=0.8, help="Weight of a depth relative to the one before.")
     add("--report-seconds", type=float, default=20.0, help="Seconds between two measures; the best state is kept.")
@@ -158,6 +160,8 @@ class SingleProcess(ABC):
 
     command: ClassVar[str]
     """The name of its module."""
+    shape_type: ClassVar[type[FeatureShape] | type[MaskedBlockShape]]
+    """What describes the sizes of its drafts."""
 
     def __init__(
         self, chosen: argparse.Namespace, told: Callable[[str], None] | None = None, peers: Peers = ALONE
@@ -185,6 +189,8 @@ class SingleProcess(ABC):
         is_stored = given.is_dir() and (_is_computed_stored(given, self.device) or stored_alone(given) is not None)
         self.directory = resolve_model_directory(chosen.target, cache, None, self.tell, stored=is_stored)
         self.config: Any = read_config(self.directory)
+        self.begun = None if chosen.start is None else begun_draft(chosen.start, self.shape_type, self.config)
+        """The draft that is trained further; `None`: a new one."""
         notes = "" if chosen.notes is None else chosen.notes.read_text(encoding="utf-8")
         name, command = chosen.name or self.directory.name, command_of(self.command, chosen)
         self.card = TrainingCard(name, command, device_name(self.device), notes)
@@ -308,6 +314,8 @@ class SingleProcess(ABC):
     def taps(self) -> tuple[int, ...]:
         """The hidden states that the draft reads. Raises `ConfigurationError`."""
         chosen, count = self.options, int(self.config.num_hidden_layers)
+        if self.begun is not None:
+            return self.begun.taps
         taps = number_list("--taps", int)(chosen.taps) or tuple(sorted(set(self.default_taps())))
         if list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= count:
             raise ConfigurationError(f"--taps: {list(taps)} is refused; they must ascend within 0 and {count - 1}")

@@ -27,7 +27,7 @@ _ROUNDS = 8
 _SERVED_PROMPTS, _SERVED_TOKENS = 8, 64
 """Prompts that the served draft answers, and most tokens of each answer."""
 _OF_OTHER_KINDS = (
-    *("field", "student_config", "start", "int8", "search", "on_policy", "optimizer"),
+    *("field", "student_config", "int8", "search", "on_policy", "optimizer"),
     *("mix_rank", "selector_rank"),
 )
 
@@ -43,6 +43,9 @@ def distill_in_one_process(job: DistillJob, server: Server | None = None) -> Non
     for name in (*_OF_OTHER_KINDS, "loss" if is_block else "layers"):
         if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
             raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
+    for name in ("vocabulary_size", "taps", *(("layers", "depths") if is_block else ())):
+        if given.start is not None and getattr(given, name):
+            raise ConfigurationError(f"{flag(name)}: refused with --start, whose draft has its own")
     divergence_named(given.loss)
     if given.max_tokens >= given.max_length:
         raise ConfigurationError(
@@ -90,7 +93,7 @@ def _common(job: DistillJob) -> list[str]:
         words += ["--minutes", str(given.minutes * _TRAINING)]
     words += ["--write-seconds", str(seconds)] + ([] if given.steps is None else ["--steps", str(given.steps)])
     words += ["--workers", str(given.workers)] + (["--recompute"] if given.recompute else [])
-    for name, path in (("--evaluate", given.evaluate), ("--notes", given.notes)):
+    for name, path in (("--evaluate", given.evaluate), ("--notes", given.notes), ("--start", given.start)):
         words += [] if path is None else [name, str(path)]
     return words + ([] if given.device == "auto" else ["--device", given.device])
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from deploy.distillation.begun_draft import content_digest
 from deploy.distillation.checkpoints import STATE
 from workers.distill.answers import Answer
 from workers.distill.output import replaced_directory
@@ -20,7 +21,7 @@ from workers.model.fingerprint import weights_digest
 
 _TEXTS, _BEST, _FINISHED, _MEASURE = "texts.json", "best", "finished", "tokens_per_step.json"
 _CARD = "README.md"
-_WITHOUT_INFLUENCE = ("target", "answers", "states", "write_seconds", "notes", "file_bytes", "command_line")
+_WITHOUT_INFLUENCE = ("target", "answers", "states", "write_seconds", "notes", "file_bytes", "command_line", "start")
 """Options that change nothing of a training whose texts and weights are known."""
 
 
@@ -41,7 +42,8 @@ class TrainingDirectory:
         Another one has other options, weights, or `settings` with which hidden states were computed.
         """
         values = {name: _resolved(value) for name, value in vars(chosen).items() if name not in _WITHOUT_INFLUENCE}
-        text = json.dumps([command, weights_digest(target), settings, values], default=str, sort_keys=True)
+        begun = None if chosen.start is None else content_digest(chosen.start)
+        text = json.dumps([command, weights_digest(target), begun, settings, values], default=str, sort_keys=True)
         name = f"{chosen.out.name}-{blake2b(text.encode(), digest_size=8).hexdigest()}"
         return cls(Path(chosen.answers).resolve().parent / name)
 

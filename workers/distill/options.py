@@ -99,7 +99,7 @@ class DistillOptions:
     start: Annotated[
         Path | None,
         "Directory of a draft to train further, instead of --layers. A block or eagle may also start as "
-        "a draft of kind layers.",
+        "a draft of kind layers; a dspark or eagle3 as a public draft of its kind, with its sizes and vocabulary.",
     ] = None
     vocabulary_size: Annotated[
         int | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,9 @@ from transformers import PreTrainedModel
 from deploy import cli
 from tests.support.models import tiny, tiny_tokenizer
 from tests.support.models.plain_generation import greedy_texts
+from tests.unit.distill.training_folder import KINDS, LAYERS, LENGTH, PROMPT, ROWS, Folder
 from workers.distill.answers import Answer
 from workers.distill.target_model import load_target
-
-LAYERS, PROMPT, LENGTH, ROWS = 6, 5, 14, 24
-"""Layers of the target, tokens of a prompt and of an answer, number of texts."""
 
 
 @pytest.fixture(scope="package")
@@ -42,6 +40,14 @@ def answers(target: PreTrainedModel) -> tuple[Answer, ...]:
         Answer(f"prompts:{row}", "", 0.0, False, tuple(prompt), answer)
         for row, (prompt, answer) in enumerate(zip(prompts, written, strict=True))
     )
+
+
+@pytest.fixture(params=sorted(KINDS))
+def folders(
+    request: pytest.FixtureRequest, tmp_path: Path, directory: Path, answers: tuple[Answer, ...]
+) -> Callable[[str], Folder]:
+    """Makes a folder by name; all are of one kind."""
+    return lambda name: Folder(request.param, tmp_path / name, directory, answers)
 
 
 _SERVED = {"vocab_size": 320, "num_hidden_layers": 3, "head_dim": 8, "tie_word_embeddings": True}

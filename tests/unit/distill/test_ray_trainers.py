@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.engines.kept_kernels import KEPT
-from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
+from tests.unit.distill.training_folder import LAYERS, LENGTH, PROMPT
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.modules.tap_cache import states_of
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from tests.support.models import drafting_modules, tiny
 from tests.support.models.computed_states import computed_target
-from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT
 from tests.unit.distill.eagle3.test_eagle3_training import random_head, shape
+from tests.unit.distill.training_folder import LAYERS, LENGTH, PROMPT
 from workers.distill.answers import Answer, Leading
 from workers.distill.divergence import divergences, forward_kl
 from workers.distill.dspark.rows import TextRows

@@ -19,7 +19,7 @@ from tests.support.engines.engine_port import EngineTarget
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_group import RankGroup, rank_group
 from tests.support.models import tiny
-from tests.unit.distill.conftest import LAYERS
+from tests.unit.distill.training_folder import LAYERS
 from workers.distill.modules.tap_cache import taps_of
 from workers.distill.served_states import served_states
 from workers.distill.target_model import load_target

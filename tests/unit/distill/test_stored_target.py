@@ -28,7 +28,8 @@ from deploy.local import local_cluster
 from tests.support.models import quantized
 from tests.support.models.computed_states import computed_target
 from tests.support.models.plain_generation import greedy_texts
-from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, Command
+from tests.unit.distill.conftest import Command
+from tests.unit.distill.training_folder import LAYERS, LENGTH, PROMPT
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.eagle3.states import TextStates
 from workers.distill.modules.tap_cache import ReadStates, TapCache, states_of, taps_of

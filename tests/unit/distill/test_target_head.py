@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from cluster.core.request import SamplingParameters
 from tests.support.models import tiny
-from tests.unit.distill.conftest import LAYERS, PROMPT
+from tests.unit.distill.training_folder import LAYERS, PROMPT
 from workers.distill import target_head
 from workers.distill.answers import Answer
 from workers.distill.modules.tap_cache import taps_of

@@ -17,7 +17,7 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.request import SamplingParameters
 from tests.support.models import tiny
 from tests.support.models.computed_states import computed_target
-from tests.unit.distill.conftest import LAYERS, LENGTH, PROMPT, ROWS
+from tests.unit.distill.training_folder import LAYERS, LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
 from workers.distill.dspark import rows
 from workers.distill.dspark.loss import SlotGoals, head_loss

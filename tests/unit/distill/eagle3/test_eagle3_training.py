@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tests.support.models import tiny
 from tests.support.models.computed_states import computed_target
-from tests.unit.distill.conftest import LENGTH, PROMPT, ROWS
+from tests.unit.distill.training_folder import LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
 from workers.distill.eagle3.head import Eagle3Head
 from workers.distill.eagle3.memory import text_bytes

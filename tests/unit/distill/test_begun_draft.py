@@ -1,0 +1,82 @@
+"""`--start`: a training of EAGLE-3 or DSpark goes on with a public draft."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.core.errors import ConfigurationError
+from tests.support.models import tiny
+from tests.unit.distill.training_folder import Folder
+from workers.distill.answers import Answer
+
+REDUCED = ("--vocabulary-size", "48")
+STILL = ("--learning-rate", "0")
+"""With it, a draft stays what it began as."""
+
+
+def draft_of(folder: Folder) -> Path:
+    return folder.path / "out"
+
+
+@pytest.mark.slow
+def test_a_draft_that_is_trained_further_begins_as_it_is_and_keeps_its_tokens(
+    folders: Callable[[str], Folder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = folders("first")
+    weights = first.train(*REDUCED)
+    assert len(weights["d2t"]) == 48
+    start = ("--start", str(draft_of(first)))
+
+    still, further = (folders(name).train(*start, *more) for name, more in (("still", STILL), ("further", ())))
+
+    assert still.keys() == weights.keys() == further.keys()
+    for name, value in weights.items():
+        assert torch.allclose(still[name].float(), value.float(), rtol=1e-2, atol=1e-6), name
+    assert torch.equal(further["d2t"], weights["d2t"])
+    assert any(not torch.equal(further[name], value) for name, value in weights.items())
+
+
+@pytest.mark.slow
+def test_a_changed_draft_begins_another_training(folders: Callable[[str], Folder]) -> None:
+    first, second = folders("first"), folders("second")
+    first.train()
+    start = ("--start", str(draft_of(first)), *STILL)
+    before = second.train(*start)
+    file = draft_of(first) / "model.safetensors"
+    save_file(
+        {name: torch.ones_like(value) if name == "norm.weight" else value for name, value in before.items()}, file
+    )
+
+    after = second.train(*start)
+
+    assert not second.has_told("this training has ended")
+    assert bool((after["norm.weight"] == 1).all())
+    second.train(*start)
+    assert second.has_told("this training has ended")
+
+
+@pytest.mark.slow
+def test_a_draft_that_cannot_be_trained_further_is_refused(
+    folders: Callable[[str], Folder], tmp_path: Path, answers: tuple[Answer, ...]
+) -> None:
+    first = folders("first")
+    first.train()
+    start = ("--start", str(draft_of(first)))
+    other_kind = Folder("dspark" if first.kind == "eagle3" else "eagle3", tmp_path / "kind", first.target, answers)
+    with pytest.raises(ConfigurationError, match=r"--start .*: a draft of kind \w+ is refused; it must be "):
+        other_kind.train(*start)
+    wide = tiny.save(tmp_path / "wide", tiny.llama(hidden_size=96, num_hidden_layers=6, tie_word_embeddings=True))
+    with pytest.raises(ConfigurationError, match=r"--start .*: refused for this target; .* hidden size of 48 "):
+        Folder(first.kind, tmp_path / "other", wide, answers).train(*start)
+    own = tmp_path / "own"
+    shutil.copytree(draft_of(first), own)
+    tensors = load_file(own / "model.safetensors")
+    save_file(tensors | {"embed_tokens.weight": torch.zeros(tiny.VOCABULARY, 48)}, own / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"--start .*: an embedding of its own is refused"):
+        folders("embedding").train("--start", str(own))
