@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,9 @@ from workers.distill.answers import Answer
 from workers.distill.dspark.rows import TextRows
 from workers.distill.target_model import load_target
 from workers.draft.common.modules.context_window import ContextWindow
+from workers.draft.eagle.feature_pass import FeaturePass
+from workers.model.drafting.files import load_drafter
+from workers.model.drafting.public import PublicModule
 from workers.model.public_shapes import TapNorm
 
 CPU = torch.device("cpu")
@@ -46,6 +50,7 @@ class SpeculatorsDrafts:
         }
         kinds: tuple[Literal["vanilla", "gated", "rnn"], ...] = ("vanilla", "gated", "rnn")
         self._blocks = {f"dspark, {kind} Markov head": self._write_dspark(f"dspark-{kind}", kind) for kind in kinds}
+        self._blocks["dspark, some tokens"] = self._write_dspark("dspark-some", "rnn", spark.SOME)
 
     @property
     def folders(self) -> list[Path]:
@@ -90,8 +95,11 @@ class SpeculatorsDrafts:
         count = len(rolled[0])
         known = count - eagle.DEPTHS
         taps = self._taps[:-1].view(count, len(eagle.TAPS), -1)
-        draft = self._directory / folder / "draft"
-        served = eagle.served(draft, self._target, taps, self._tokens.tolist(), known)
+        loaded = load_drafter(self._directory / folder / "draft", self._target, torch.float32, CPU, "eagle")
+        if not isinstance(loaded.module, PublicModule):
+            raise TypeError(f"{type(loaded.module).__name__} is no public head")
+        passes = FeaturePass(loaded.module, loaded.ends, "float32", scratch=LENGTH)
+        served = eagle.served(passes, taps, self._tokens.tolist(), known)
         pairs = {"served, depth 0": (served[0], found["depth_0"][:known])}
         for depth, logits in enumerate(rolled):
             pairs[f"trained, depth {depth}"] = (logits[depth:], found[f"depth_{depth}"][: count - depth])
@@ -99,12 +107,17 @@ class SpeculatorsDrafts:
                 pairs[f"served, depth {depth}"] = (served[depth], found[f"depth_{depth}"][known - 1 : known])
         return pairs
 
-    def _write_dspark(self, folder: str, kind: Literal["vanilla", "gated", "rnn"]) -> tuple[str, Any]:
+    def _write_dspark(
+        self, folder: str, kind: Literal["vanilla", "gated", "rnn"], vocabulary: Tensor | None = None
+    ) -> tuple[str, Any]:
         text = Answer("one", "", 0.0, False, tuple(self._tokens[:5].tolist()), tuple(self._tokens[5:].tolist()))
         texts = TextRows(computed_target(self._model, spark.TAPS), [text], length=spark.ROW)
-        module = spark.random_module(self._model, texts, kind)
+        module = spark.random_module(self._model, texts, kind, vocabulary=vocabulary)
+        weights = module.weights()
+        if vocabulary is not None:
+            weights = replace(weights, vocabulary=vocabulary, head=spark.head_of(self._model)[vocabulary].detach())
         (self._directory / folder).mkdir()
-        spark.write(module, self._directory / folder / "draft")
+        spark.write(module, self._directory / folder / "draft", weights)
         self._give(folder, self._taps)
         return folder, module
 
@@ -119,6 +132,8 @@ class SpeculatorsDrafts:
             window.store(0, drafter.passes.context(taps[:anchor], torch.arange(anchor)))
         hidden = drafter.passes.draft([int(self._tokens[one]) for one in anchors], anchors, windows)
         head = self._model.get_output_embeddings().weight.detach()
+        if len(module.get_parameter(spark.SECOND)) < len(head):  # its rows are stored with the draft
+            head = head[spark.SOME].bfloat16().float()
         with torch.no_grad():
             mixed, embedded = module.mixed(hidden, found["before"])
             bias = mixed @ module.get_parameter("markov_head.markov_w2.weight").T
