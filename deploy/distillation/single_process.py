@@ -38,7 +38,7 @@ from workers.distill.output import replaced_directory
 from workers.distill.peers import ALONE, Peers
 from workers.distill.prompts import Task, evaluation_tasks, read_prompts, schedule
 from workers.distill.stored_target import StoredTarget, load_parts
-from workers.distill.target_model import device_name, multiplies_bfloat16
+from workers.distill.target_model import multiplies_bfloat16
 from workers.distill.vocabulary import frequent_tokens
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, FeatureShape, MaskedBlockShape, RopeShape
@@ -193,7 +193,7 @@ class SingleProcess(ABC):
         """The draft that is trained further; `None`: a new one."""
         notes = "" if chosen.notes is None else chosen.notes.read_text(encoding="utf-8")
         name, command = chosen.name or self.directory.name, command_of(self.command, chosen)
-        self.card = TrainingCard(name, command, device_name(self.device), notes)
+        self.card = TrainingCard(name, command, self.device, notes)
 
     @cached_property
     def target(self) -> StoredTarget:

@@ -6,10 +6,13 @@ import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from workers.distill.chart import loss_curve
 from workers.distill.checkpoints import Progress
 from workers.distill.device_training import State
 from workers.distill.modules.module_plan import CURVE
+from workers.distill.target_model import device_name
 
 CARD = "README.md"
 
@@ -21,8 +24,8 @@ class TrainingCard:
     target: str
     """Name of the target."""
     command_line: str
-    device: str
-    """Name of the device that the training runs on."""
+    device: torch.device
+    """The device that the training runs on."""
     notes: str
     """Markdown to append."""
     introduction: str = ""
@@ -50,7 +53,7 @@ class TrainingCard:
 
 ## How it was made
 
-{self.method} The device: {self.device}.
+{self.method} The device: {device_name(self.device)}.
 
 ```
 {self.command_line}

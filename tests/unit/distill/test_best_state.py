@@ -40,7 +40,7 @@ class Process(SingleProcess):
         self.checkpoints, self.peers, self.device = NO_CHECKPOINTS, ALONE, torch.device("cpu")
         self.directory_of_training = None
         self._told, self._began = lambda _: None, time.monotonic()
-        self.card = TrainingCard("tiny", "pilotfish distill", "cpu", "")
+        self.card = TrainingCard("tiny", "pilotfish distill", torch.device("cpu"), "")
 
     def default_taps(self) -> tuple[int, ...]:
         return ()

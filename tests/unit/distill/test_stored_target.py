@@ -302,6 +302,7 @@ def make_run(
     words = ["--target", str(directory), "--prompts", str(work / "prompts.jsonl"), "--out", str(work / "out")]
     words += ["--answers", str(work / "answers.jsonl"), "--write-seconds", "0", "--steps", "1", "--device", device]
     words += ["--max-length", str(2 * (PROMPT + LENGTH)), "--max-tokens", str(LENGTH)]
+    words += ["--precision", "float32"] if device == "cpu" else []  # what `transformers` computes on every CPU
     make, own = (eagle3, ["--vocabulary-size", "48"]) if kind == "eagle3" else (dspark, ["--blocks", "8"])
     return make.Run(make.options([*words, *own]), ([] if told is None else told).append)
 

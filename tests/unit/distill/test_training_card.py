@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from deploy.distillation import dspark
 from deploy.distillation.training_card import TrainingCard, command_of
@@ -12,7 +13,7 @@ from workers.distill.device_training import State
 
 
 def card() -> TrainingCard:
-    return TrainingCard("tiny", "pilotfish distill --kind dspark", "1 CPU thread", "## Licences\n\nApache-2.0.\n")
+    return TrainingCard("tiny", "pilotfish distill --kind dspark", torch.device("cpu"), "## Licences\n\nApache-2.0.\n")
 
 
 def test_the_card_of_a_draft_has_its_command_what_was_told_and_its_notes(tmp_path: Path) -> None:
@@ -24,7 +25,7 @@ def test_the_card_of_a_draft_has_its_command_what_was_told_and_its_notes(tmp_pat
 
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert text.startswith("# A draft for tiny\n\nA drafter.\n")
-    assert "It learned. The device: 1 CPU thread." in text
+    assert f"It learned. The device: {torch.get_num_threads()} CPU threads." in text
     assert "```\npilotfish distill --kind dspark\n```\n\n    [1.0 s] first\n    [2.0 s] second\n" in text
     assert text.endswith("\n## Licences\n\nApache-2.0.\n")
     assert [file.name for file in tmp_path.iterdir()] == ["README.md"]
