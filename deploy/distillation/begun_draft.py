@@ -29,11 +29,14 @@ class BegunDraft:
     """The tokens that it can propose, ascending; empty for all."""
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """Its own parameters in float32."""
+        """The draft's own parameters by name, in float32."""
         return {name: value.to(device, torch.float32) for name, value in self.weights.tensors.items()}
 
     def head(self, whole: Tensor) -> Tensor:
-        """Its output matrix [draft vocabulary, hidden size], or its rows of `whole`, the target's, on that device."""
+        """The draft's output matrix [draft vocabulary, hidden size], on the device of `whole`, the target's.
+
+        Without a matrix of its own, it is the rows of `whole` for the draft's vocabulary.
+        """
         if self.weights.head is not None:
             return self.weights.head.to(whole.device, whole.dtype)
         return whole if not self.vocabulary else whole[torch.tensor(self.vocabulary, device=whole.device)]

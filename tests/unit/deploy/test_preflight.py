@@ -269,7 +269,7 @@ def test_a_draft_on_the_targets_gpu_needs_memory_there_beside_the_target(tmp_pat
 
 
 SIZES = ModelSizes(hidden_size=24, vocabulary_size=3, attended=((6, 4),), longest=1000, number_bytes=2)
-"""Of the model of the next test."""
+"""The sizes of a small model, whose CUDA graphs and activations a pool has to leave room for."""
 GRAPHS, ACTIVATIONS = SIZES.graph_bytes, 512 * SIZES.layer_bytes
 
 

@@ -17,7 +17,7 @@ from workers.distill.answers import Answer
 
 REDUCED = ("--vocabulary-size", "48")
 STILL = ("--learning-rate", "0")
-"""With it, a draft stays what it began as."""
+"""Options with which a training leaves a draft as it is."""
 
 
 def draft_of(folder: Folder) -> Path:

@@ -228,7 +228,7 @@ def test_steps_that_are_short_beside_the_time_are_not_spoken_of(tmp_path: Path) 
 
 
 class Diverging(Line):
-    """Its loss is not a number from step 3 on."""
+    """A training whose loss is not a number from step 3 on."""
 
     def loss(self, answers: Sequence[Answer], number: int) -> tuple[Tensor, int]:
         loss, count = super().loss(answers, number)
