@@ -39,7 +39,7 @@ from workers.model.sharding import complete_plan
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.loading import load_stored
-from workers.model.stored.quantized_checkpoint import stored_bytes
+from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint, stored_bytes
 from workers.model.stored.source import write_stored_in
 from workers.model.weight_counts import count_weights
 from workers.serve.configuration import load_configuration
@@ -267,3 +267,24 @@ def test_what_stands_behind_a_long_vocabulary_is_found(tmp_path: Path) -> None:
     writer.close()
     file = GgufFile(tmp_path / "model.gguf")
     assert file.matrix("model.embed_tokens.weight").dequantized().tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "apart"), [("bitsandbytes nf4", set()), ("gptq in activation order", {"o_proj", "down_proj"})]
+)
+def test_matrices_alike_are_read_once_for_all_layers(
+    name: str, apart: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But a rank's inputs in activation order, whose padding differs."""
+    read: list[str] = []
+    matrix = QuantizedCheckpoint.matrix
+
+    def counted(self: QuantizedCheckpoint, parameter: str, *arguments: Any) -> Storage:
+        read.append(parameter)
+        return matrix(self, parameter, *arguments)
+
+    monkeypatch.setattr(QuantizedCheckpoint, "matrix", counted)
+    config = tiny.llama(**SIZES, head_dim=32)
+    write(tiny.save(tmp_path / "plain", config), tmp_path / "model", name)
+    rank_bytes(tmp_path / "model", "bfloat16", 3)
+    assert {parameter.split(".")[-2] for parameter in read if ".layers.1." in parameter} == apart
