@@ -32,7 +32,8 @@ from workers.model.target_ends import read_config
 def rank_bytes(
     directory: Path, dtype: str, ranks: int, *, on_gpu: bool = False, expert_parallel: bool = False
 ) -> int | None:
-    """Bytes of the weights of the rank that has most; `None` for a model without stored weights.
+    """Bytes of the weights of the rank that has most; `None` for a model without stored weights, and for one that
+    `transformers` has no decoder of, which its start refuses.
 
     Each rank has its part of the layers and all of the table of embeddings. A part of groups in activation order is
     padded. Plain tensors are kept as `dtype`; `on_gpu`: matrices are as products there read them. Raises
@@ -43,9 +44,12 @@ def rank_bytes(
     if checkpoint is None:
         return None
     config = read_config(directory)
+    kind: Any = AutoModelForCausalLM
+    if config.is_encoder_decoder or type(config) not in kind._model_mapping:
+        return None
     complete_plan(config, Share(0, ranks, expert_parallel))
     with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(config)
+        module: Any = kind.from_config(config)
     matrices = _Matrices(checkpoint, on_gpu)
     shares = (Share(rank, ranks, expert_parallel) for rank in range(ranks))
     return max(sum(_Rank(matrices, plain, share).parts(module)) for share in shares)

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral3Config, PreTrainedConfig, T5Config
 
 from cluster.core.config.target_section import TargetSection
 from deploy import preflight
@@ -252,6 +252,19 @@ def test_a_plan_of_memory_counts_what_each_rank_holds(plain: Path, tmp_path: Pat
         placement = plan(configuration, [machine])
         found = preflight.memory_problems(configuration, placement, [machine], tmp_path / "model", None)
         assert bool(list(found)) is not fits
+
+
+@pytest.mark.parametrize("config", [T5Config(), Mistral3Config()], ids=["encoder-decoder", "images"])
+def test_a_plan_of_memory_leaves_what_is_no_decoder_to_the_start(
+    config: PreTrainedConfig, plain: Path, tmp_path: Path
+) -> None:
+    """The start refuses it by its name."""
+    directory = tmp_path / "model"
+    write(plain, directory, "awq")
+    values = json.loads((directory / "config.json").read_text())
+    own = config.to_dict() | {"quantization_config": values["quantization_config"], "num_hidden_layers": 2}
+    (directory / "config.json").write_text(json.dumps(own))
+    assert rank_bytes(directory, "bfloat16", 2) is None
 
 
 def test_what_stands_behind_a_long_vocabulary_is_found(tmp_path: Path) -> None:
