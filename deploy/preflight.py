@@ -199,10 +199,12 @@ def model_problems(
         return
     if configuration.target.standby and placement.target.device == "cuda":
         yield Problem("target.standby", "false where ranks use GPUs", "true", "set it to false")
-    yield from head_problems(target, configuration.target.tensor_parallel)
+    undivided = list(head_problems(target, configuration.target.tensor_parallel))
+    yield from undivided
     if draft is not None:
         yield from vocabulary_problems(target, draft, f"draft.{configuration.draft.weights_method}.path")
-    yield from memory_problems(configuration, placement, nodes, target, draft)
+    if not undivided:  # else no rank has a part whose bytes could be counted
+        yield from memory_problems(configuration, placement, nodes, target, draft)
 
 
 def head_problems(directory: Path, tensor_parallel: int) -> Iterator[Problem]:

@@ -267,6 +267,18 @@ def test_a_plan_of_memory_leaves_what_is_no_decoder_to_the_start(
     assert rank_bytes(directory, "bfloat16", 2) is None
 
 
+def test_ranks_that_do_not_divide_the_heads_are_one_problem(plain: Path, tmp_path: Path) -> None:
+    write(plain, tmp_path / "model", "awq")
+    values = {"target.path": str(tmp_path / "model"), "target.quantization": "stored", "target.device": "cpu"}
+    configuration = load_configuration({}, values | {"target.tensor_parallel": "4"})
+    machine = Resources(cpus=8, gpus=0, memory_bytes=1 << 30)
+    placement = plan(configuration, [machine])
+    found = list(preflight.model_problems(configuration, placement, [machine], tmp_path / "model", None))
+    assert [(problem.subject, problem.remedy) for problem in found] == [
+        ("target.tensor_parallel", "set it to 1 or 3 or 6")
+    ]
+
+
 def test_what_stands_behind_a_long_vocabulary_is_found(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_block_count(1)
