@@ -316,7 +316,8 @@ def _pool_problems(
     tokens = configuration.target.kv.step_tokens or configuration.scheduler.max_step_tokens
     taken = {"activations": tokens * sizes.layer_bytes}
     if configuration.target.compile != "off":
-        taken["CUDA graphs"] = sizes.graph_bytes
+        if not is_encoder_decoder(directory):  # whose steps are launched kernel by kernel
+            taken["CUDA graphs"] = sizes.graph_bytes
         if placement.drafts_on_target and draft.is_enabled:
             taken[f"those of draft.method={draft.name}"] = graph_bytes(draft, vocabulary)
     most = node.gpu_memory_bytes - (need.process_bytes - pool) - sum(taken.values())

@@ -309,6 +309,18 @@ def test_a_configured_pool_must_leave_a_gpu_memory_for_graphs_and_activations(
     assert problems(weights + taken - 1, pool_bytes=None) == []
 
 
+def test_a_configured_pool_leaves_no_memory_for_graphs_that_an_encoder_decoder_model_has_not(tmp_path: Path) -> None:
+    directory, pool = model_directory(tmp_path / "m"), 1 << 30
+    values = json.loads((directory / "config.json").read_text()) | {"hidden_size": 24, "is_encoder_decoder": True}
+    (directory / "config.json").write_text(json.dumps(values))
+    settings = {"target.device": "cuda", "target.dtype": "bfloat16", "target.kv.pool_bytes": pool}
+    configuration = load_configuration({}, settings | {"scheduler.max_step_tokens": 100})
+    for missing in (0, 1):
+        nodes = [Resources(8, 1, 1 << 40, 8 * 4 * 2 + pool + 100 * 32 * 24 * 2 - missing)]
+        placement = plan(configuration, nodes)
+        assert len(list(preflight.memory_problems(configuration, placement, nodes, directory, None))) == missing
+
+
 def test_a_model_that_fits_is_no_problem(tmp_path: Path) -> None:
     directory = model_directory(tmp_path / "m")
     configuration = load_configuration({}, {"target.kv.pool_bytes": 1 << 30})
