@@ -313,3 +313,20 @@ def test_matrices_alike_are_read_once_for_all_layers(
     write(tiny.save(tmp_path / "plain", config), tmp_path / "model", name)
     rank_bytes(tmp_path / "model", "bfloat16", 3)
     assert {parameter.split(".")[-2] for parameter in read if ".layers.1." in parameter} == apart
+
+
+def test_what_tells_kinds_of_matrices_apart_reads_no_scales(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The 8-bit scales of a checkpoint are 1/32 of its bytes."""
+    write(plain, tmp_path / "model", "bitsandbytes nf4 nested")
+    checkpoint = QuantizedCheckpoint(tmp_path / "model")
+    compared: list[torch.Tensor] = []
+
+    def diff(values: torch.Tensor) -> torch.Tensor:
+        compared.append(values)
+        return values[1:] - values[:-1]
+
+    monkeypatch.setattr(torch.Tensor, "diff", diff)
+    assert checkpoint.kind_of("model.layers.0.mlp.down_proj.weight")
+    assert not compared
