@@ -270,7 +270,11 @@ def _config(
             "hidden_act": "silu",
             "rms_norm_eps": body.norm_epsilon,
             "max_position_embeddings": body.rope.most_positions,
-            "rope_parameters": {"rope_type": "default", "rope_theta": body.rope.theta},
+            "rope_parameters": {
+                "rope_type": body.rope.kind,
+                "rope_theta": body.rope.theta,
+                **dict(body.rope.parameters),
+            },
             "attention_bias": False,
             "tie_word_embeddings": False,
         }

@@ -146,6 +146,18 @@ def test_the_checkpoint_is_one_of_the_library_speculators(tmp_path: Path) -> Non
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == DEPTHS
 
 
+def test_a_written_head_keeps_the_scaling_of_its_positions(tmp_path: Path) -> None:
+    """A head that is trained further may have one."""
+    head = random_head(shape(rope=LLAMA3))
+
+    found = read_draft(write(head, tmp_path / "draft")).shape
+
+    assert isinstance(found, FeatureShape)
+    rope = found.body.rope
+    assert (rope.kind, rope.theta, rope.most_positions) == ("llama3", 700.0, 256)
+    assert dict(rope.parameters) == dict(LLAMA3.parameters)
+
+
 def test_weights_are_spread_over_small_files(directory: Path, tmp_path: Path) -> None:
     head = random_head(shape())
 
