@@ -135,12 +135,13 @@ class Run(SingleProcess):
         whole = scaled_head(self.target)
         head = self.begun.head(whole) if self.begun is not None else whole if tokens is None else whole[tokens]
         training = BlockTraining(head, module, plan, self.peers, tokens)
-
-        def save() -> None:
-            found = module.weights()
-            self._save(taps, module, found if tokens is None else replace(found, vocabulary=tokens, head=head))
-
-        self.fit(training, rows, measured, save)
+        own = None if head is whole else head  # also a head of all tokens that a draft began with
+        self.fit(
+            training,
+            rows,
+            measured,
+            lambda: self._save(taps, module, replace(module.weights(), vocabulary=tokens, head=own)),
+        )
 
     def _rows(self, answers: Sequence[Answer], part: tuple[int, int] = (0, 1)) -> TextRows:
         chosen = self.options
@@ -184,12 +185,14 @@ class Run(SingleProcess):
             taps=taps,
             shape=shape,
         )
+        has_own = self.begun is not None and self.begun.weights.head is not None
+        shared = "The embedding is" if has_own else "Embedding and output head are"
         introduction = f"""\
 A DSpark drafter as the library `speculators` stores it: {shape.body.layers} decoder layers propose {shape.slots}
 tokens in one pass, from the target's hidden states after {", ".join(map(str, taps))} layers. It proposes tokens for
 {name} and works with no other target. Every token that a client reads is the target's own decision. It has
 {sum(one.numel() for one in module.parameters()):,} parameters, stored in bfloat16, and can propose
-{card.vocabulary_size or size:,} different tokens. Embedding and output head are the target's."""
+{card.vocabulary_size or size:,} different tokens. {shared} the target's."""
         method = """\
 The target wrote texts (Seq-KD, Kim & Rush 2016), and the drafter learned the target's probabilities in blocks after
 random positions of the answers. `slots` are the shares of right tokens after right ones in greedy chains; tokens per

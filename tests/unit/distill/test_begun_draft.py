@@ -43,6 +43,21 @@ def test_a_draft_that_is_trained_further_begins_as_it_is_and_keeps_its_tokens(
 
 
 @pytest.mark.slow
+def test_a_drafter_keeps_its_own_head_of_all_tokens(
+    directory: Path, answers: tuple[Answer, ...], tmp_path: Path
+) -> None:
+    first, second = (Folder("dspark", tmp_path / name, directory, answers) for name in ("first", "second"))
+    weights = first.train()
+    head = torch.randn(tiny.VOCABULARY, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    save_file(weights | {"lm_head.weight": head}, draft_of(first) / "model.safetensors")
+
+    found = second.train("--start", str(draft_of(first)), *STILL)
+
+    assert found.keys() == weights.keys() | {"lm_head.weight"}
+    assert torch.equal(found["lm_head.weight"], head)
+
+
+@pytest.mark.slow
 def test_a_changed_draft_begins_another_training(folders: Callable[[str], Folder]) -> None:
     first, second = folders("first"), folders("second")
     first.train()

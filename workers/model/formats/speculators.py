@@ -202,16 +202,17 @@ def write_dspark(
     """Write a DSpark drafter into an existing directory, in bfloat16; the embedding is the target's.
 
     `card` has a `MaskedBlockShape` with a Markov head whose slots predict the next tokens, and layer numbers as taps.
-    `weights` have a vocabulary and a head with its rows, or neither: then the head is the target's. The other
-    parameters are those of `write_eagle3`. Raises `TypeError` for a card of another shape, and for other weights.
+    `weights` may have a head, with the rows of their vocabulary or of all tokens; without one, the target's is used.
+    The other parameters are those of `write_eagle3`. Raises `TypeError` for a card of another shape, and for weights
+    with a vocabulary but no head, or with an embedding.
     """
     from workers.model.tensor_file import in_bfloat16
 
     shape = card.shape
     if not isinstance(shape, MaskedBlockShape) or shape.markov is None or not shape.predicts_next:
         raise TypeError(f"{shape} is no shape of a DSpark drafter")
-    if (weights.head is None) != (weights.vocabulary is None) or weights.embedding is not None:
-        raise TypeError("weights: needed a head and its vocabulary, or neither, and no embedding")
+    if (weights.head is None and weights.vocabulary is not None) or weights.embedding is not None:
+        raise TypeError("weights: needed a head beside a vocabulary, and no embedding")
     stored = in_bfloat16(dict(weights.tensors) | ({} if weights.head is None else {ENDS[1]: weights.head}))
     if weights.vocabulary is not None:
         stored |= _maps(weights.vocabulary, card.target_vocabulary_size)
