@@ -247,6 +247,7 @@ class SingleProcess(ABC):
         chosen = self.options
         if chosen.answers is None:
             return
+        settings = f"{settings} {self.dtype}"  # without --precision, it is the machine's; each has its own optimizers
         kept = self.directory_of_training = TrainingDirectory.of(chosen, self.command, self.directory, settings)
         if chosen.workers == 1:
             self.checkpoints = FileCheckpoints(kept.path / STATE)

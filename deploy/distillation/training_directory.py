@@ -39,7 +39,7 @@ class TrainingDirectory:
     def of(cls, chosen: argparse.Namespace, command: str, target: Path, settings: str) -> Self:
         """That of the training by these options, beside their file of answers.
 
-        Another one has other options, weights, or `settings` with which hidden states were computed.
+        Another one has other options, weights, or `settings`, those of hidden states and the type of products.
         """
         values = {name: _resolved(value) for name, value in vars(chosen).items() if name not in _WITHOUT_INFLUENCE}
         begun = None if chosen.start is None else content_digest(chosen.start)

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deploy.distillation import single_process
 from deploy.distillation.checkpoints import FileCheckpoints
+from deploy.distillation.rank_writer import RankWriter
 from deploy.distillation.training_directory import TrainingDirectory
 from tests.unit.distill.training_folder import Folder
 from workers.distill.answers import Answer
@@ -68,6 +70,25 @@ def test_a_repeated_command_goes_on_as_if_nothing_had_happened(
 
     assert halved.has_told("the training goes on from step ")
     assert_equal(weights, whole)
+
+
+@pytest.mark.slow
+def test_a_machine_with_other_instructions_begins_another_training(
+    folders: Callable[[str], Folder], stop_at: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products in another type come with other optimizers, whose state cannot go on."""
+    folder = folders("moved")
+    monkeypatch.setattr(RankWriter, "settings", "")  # as with a configuration that names the target's type
+    monkeypatch.setattr(single_process, "multiplies_bfloat16", lambda _: False)
+    stop_at(STOPPED)
+    with pytest.raises(KeyboardInterrupt):
+        folder.train()
+    stop_at(0)
+    monkeypatch.setattr(single_process, "multiplies_bfloat16", lambda _: True)
+
+    folder.train()
+
+    assert not folder.has_told("goes on")
 
 
 @pytest.mark.slow
