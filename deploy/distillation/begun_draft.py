@@ -51,12 +51,8 @@ def content_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def begun_draft(directory: Path, kind: type[FeatureShape] | type[MaskedBlockShape], config: Any) -> BegunDraft:
-    """Read a draft in any public format that a training can change.
-
-    `config` is the target's configuration of `transformers`. Raises `ModelLoadError` for a broken draft, and
-    `ConfigurationError` for one of another kind, for another target, or with parts that no training here changes.
-    """
+def begun_card(directory: Path, kind: type[FeatureShape] | type[MaskedBlockShape], config: Any) -> DraftDescription:
+    """Describe a draft that a training can change. The parameters and errors are those of `begun_draft`."""
     card = read_draft(directory)
     size, vocabulary = int(config.hidden_size), int(config.vocab_size)
     wanted = "an EAGLE-3 head of one Llama layer" if kind is FeatureShape else "a DSpark drafter of Qwen3 layers"
@@ -68,6 +64,16 @@ def begun_draft(directory: Path, kind: type[FeatureShape] | type[MaskedBlockShap
             f"{_OPTION} {directory}: refused for this target; it is for one with a hidden size of {card.hidden_size} "
             f"and {card.target_vocabulary_size} tokens, and the target has {size} and {vocabulary}"
         )
+    return card
+
+
+def begun_draft(directory: Path, kind: type[FeatureShape] | type[MaskedBlockShape], config: Any) -> BegunDraft:
+    """Read a draft in any public format that a training can change.
+
+    `config` is the target's configuration of `transformers`. Raises `ModelLoadError` for a broken draft, and
+    `ConfigurationError` for one of another kind, for another target, or with parts that no training here changes.
+    """
+    card = begun_card(directory, kind, config)
     taps = tuple(tap for tap in card.taps if isinstance(tap, int) and tap >= 0)
     if len(taps) < len(card.taps) or list(taps) != sorted(set(taps)):
         raise ConfigurationError(

@@ -18,6 +18,8 @@ from workers.distill.divergence import divergence_named
 from workers.distill.job import DistillJob
 from workers.distill.options import DSPARK, DistillOptions
 from workers.distill.seq2seq_data import is_encoder_decoder
+from workers.model.formats.registry import read_draft
+from workers.model.public_shapes import MaskedBlockShape
 
 _WRITING, _TRAINING = 0.4, 0.5
 """Shares of the minutes for texts and for training. Hidden states and measuring have the rest."""
@@ -109,7 +111,7 @@ def block_words(given: DistillOptions) -> list[str]:
 
     `--batch-tokens` counts the slots of a batch, a quarter of whose positions are in blocks.
     """
-    slots = given.depths or _SLOTS
+    slots = _slots(given)
     blocks = max(1, given.max_length // 8)
     rows = max(1, given.batch_tokens // (blocks * slots))
     words = ["--slots", str(slots), "--blocks", str(blocks), "--batch-rows", str(rows)]
@@ -118,3 +120,9 @@ def block_words(given: DistillOptions) -> list[str]:
     if given.layers:
         words += ["--layers", str(len(given.layers)), "--start-layers", ",".join(map(str, given.layers))]
     return words
+
+
+def _slots(given: DistillOptions) -> int:
+    """Tokens of a block: those of the draft that is trained further, if there is one. Raises `ModelLoadError`."""
+    shape = None if given.start is None else read_draft(given.start).shape
+    return shape.slots if isinstance(shape, MaskedBlockShape) else given.depths or _SLOTS

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from cluster.core.errors import ConfigurationError
 from deploy.distillation import dspark, eagle3
+from deploy.distillation.begun_draft import begun_card
 from deploy.distillation.single_process_job import block_words, head_words
 from deploy.terminal import output, write_json
 from workers.distill.dspark.memory import BlockBatch, block_flops, block_memory, block_size
@@ -219,12 +220,18 @@ def _training(options: DistillOptions, config: Any, size: TargetSize, target: Pa
         chosen = dspark.options([*needed, *block_words(options)])
         taps = options.taps or dspark.default_taps(count)
         blocks = BlockBatch(chosen.batch_rows, options.max_length, chosen.blocks)
-        return plan_block(size, dspark.block_shape(config, chosen, len(taps)), blocks)
+        own = None if options.start is None else begun_card(options.start, MaskedBlockShape, config).shape
+        new = dspark.block_shape(config, chosen, len(taps))
+        return plan_block(size, own if isinstance(own, MaskedBlockShape) else new, blocks)
     chosen = eagle3.options([*needed, *head_words(options)])
     taps = options.taps or eagle3.default_taps(count)
     shape = eagle3.shape_of(config, taps, is_normed=chosen.tap_norm == "each")
     rows, length = max(1, chosen.batch_tokens // options.max_length), -(-options.max_length // MULTIPLE) * MULTIPLE
     vocabulary = min(chosen.vocabulary_size, size.vocabulary)
+    if options.start is not None:
+        card = begun_card(options.start, FeatureShape, config)
+        shape = card.shape if isinstance(card.shape, FeatureShape) else shape
+        vocabulary = card.vocabulary_size or size.vocabulary
     return plan_roll_outs(size, shape, RollOutBatch(rows, length, chosen.depths, vocabulary))
 
 

@@ -12,15 +12,19 @@ import torch
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2VLConfig, T5Config
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from deploy.distillation import dspark
+from deploy.distillation import dspark, eagle3
 from deploy.distillation.training_plan import description, plan_block, plans_of, print_plan
 from workers.distill.dspark.memory import BlockBatch, block_memory, block_size, text_bytes
 from workers.distill.dspark.module import SparkModule
+from workers.distill.eagle3.memory import head_size
 from workers.distill.memory import TargetSize
 from workers.distill.options import DistillOptions
 from workers.distill.seq2seq_data import is_encoder_decoder
 from workers.distill.student_pipeline import check_options
-from workers.model.public_shapes import MaskedBlockShape
+from workers.model.draft_card import DraftDescription
+from workers.model.formats.registry import DraftWeights
+from workers.model.formats.speculators import write_dspark, write_eagle3
+from workers.model.public_shapes import FeatureShape, MaskedBlockShape
 
 CONFIG = LlamaConfig(
     vocab_size=96, hidden_size=48, intermediate_size=80, num_hidden_layers=6, num_attention_heads=6,
@@ -33,6 +37,42 @@ def shape(kind: str = "rnn") -> MaskedBlockShape:
     """The drafter that the command trains by default."""
     chosen = dspark.options(["--target", "tiny", "--prompts", "none", "--out", "none", "--markov", kind])
     return dspark.block_shape(CONFIG, chosen, 3)
+
+
+def begun(own: MaskedBlockShape | FeatureShape, rows: int, directory: Path) -> dict[str, Any]:
+    """The options of a plan for a training that goes on with a draft of zeros of this shape."""
+    directory.mkdir()
+    kind = "block" if isinstance(own, MaskedBlockShape) else "eagle"
+    card = DraftDescription("tiny", 96, 48, (), rows, kind=kind, taps=tuple(range(own.taps)), shape=own)
+    tensors = {name: torch.zeros(sizes) for name, sizes in own.tensors().items()}
+    weights = DraftWeights(tensors, torch.arange(rows), head=torch.zeros(rows, 48))
+    if isinstance(own, MaskedBlockShape):
+        write_dspark(directory, card, weights, architectures=())
+    else:
+        write_eagle3(directory, card, weights, architectures=(), speculative_tokens=5)
+    return {"kind": "dspark" if kind == "block" else "eagle3", "start": directory}
+
+
+def test_a_draft_that_is_trained_further_is_planned_with_its_own_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CONFIG.save_pretrained(tmp_path / "target")
+    first = shape()
+    assert first.markov is not None
+    block = replace(first, slots=16, markov=replace(first.markov, rows=32))
+    head = replace(eagle3.shape_of(CONFIG, (0, 1), is_normed=False), keeps_normed_residual=False)
+
+    def planned(own: MaskedBlockShape | FeatureShape, rows: int) -> dict[str, Any]:
+        given = begun(own, rows, tmp_path / type(own).__name__)
+        print_plan(DistillOptions(plan=True, json=True, max_length=64, **given), tmp_path / "target")
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    found = planned(block, 32)
+    assert found["module_parameters"] == block_size(block).parameters
+    assert found["batch"] == {"rows": 4096 // (8 * 16), "length": 64, "blocks": 8}
+    found = planned(head, 40)
+    assert found["module_parameters"] == head_size(head, 40).parameters and found["batch"]["vocabulary"] == 40
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
