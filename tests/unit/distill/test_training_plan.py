@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2VLConfig, 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from deploy.distillation import dspark, eagle3
 from deploy.distillation.training_plan import description, plan_block, plans_of, print_plan
-from workers.distill.dspark.memory import BlockBatch, block_memory, block_size, text_bytes
+from workers.distill.dspark.memory import BlockBatch, block_flops, block_memory, block_size, text_bytes
 from workers.distill.dspark.module import SparkModule
 from workers.distill.eagle3.memory import head_size
 from workers.distill.memory import TargetSize
@@ -91,6 +91,21 @@ def test_ranks_share_parameters_and_states_and_recomputing_saves_activations() -
     assert eighth.texts == alone.texts == 1000 * text_bytes(3, 48)
     assert alone.between == eighth.between == TARGET.whole
     assert again.forward < alone.forward and again.held == alone.held
+
+
+def test_the_loss_is_planned_for_the_tokens_that_a_drafter_can_propose() -> None:
+    target = replace(TARGET, vocabulary=96_000)
+    markov = shape().markov
+    assert markov is not None
+    whole, some = (replace(shape(), markov=replace(markov, vocabulary=96_000, rows=rows)) for rows in (96_000, 8_000))
+
+    found, reduced = (block_memory(target, one, BATCH, 1000) for one in (whole, some))
+
+    logits = 6 * BATCH.rows * BATCH.blocks * whole.slots  # bytes of each token's, in bfloat16 and float32
+    assert found.forward - reduced.forward >= logits * 88_000
+    assert reduced.target - found.target == 2 * 48 * 8_000
+    flops = [block_flops(target, one, BATCH) for one in (whole, some)]
+    assert flops[0] > 5 * flops[1]
 
 
 def test_a_plan_says_what_fits() -> None:

@@ -92,15 +92,16 @@ def block_memory(
     )
     vectors = slots * (hidden + rank)
     end = 2 * residual + HALF * slots * (hidden + 2 * rank)
-    loss = 2 * FLOAT * vectors + (HALF * (hidden + rank) + FLOAT * rank) * target.vocabulary
-    loss += (HALF + FLOAT) * min(LOSS_CHUNK, slots) * target.vocabulary
+    rows = _rows(target, shape)
+    loss = 2 * FLOAT * vectors + (HALF * (hidden + rank) + FLOAT * rank) * rows
+    loss += (HALF + FLOAT) * min(LOSS_CHUNK, slots) * rows
     kept = residual if recomputes else layer
     casts = HALF * size.parameters
     late = HALF * (size.layer + size.others) if recomputes else casts
     whole, stored = _whole(size, ranks), text_tokens * text_bytes(shape.taps, hidden)
     backward = 3 * residual + max(4 * HALF * slots * inner, 2 * HALF * slots * queries + 6 * HALF * pairs * queries)
     return TrainingMemory(
-        target=target.ends,
+        target=target.ends + (HALF * rows * hidden if rows < target.vocabulary else 0),
         weights=shared(FLOAT * size.parameters, ranks),
         optimizer=shared(size.optimizer_bytes, ranks),
         texts=stored,
@@ -123,10 +124,15 @@ def block_flops(target: TargetSize, shape: MaskedBlockShape, batch: BlockBatch, 
     # The backward pass has two products for each, and five instead of two in attention, which computes scores again.
     layers = body.layers * (in_layer * (4 if recomputes else 3) + attention * (4.5 if recomputes else 3.5))
     inputs = 2 * 2 * context * shape.taps * hidden * hidden  # no gradient of the target's states
-    loss = 2 * slots * target.vocabulary * (2 * (hidden + rank) + rank)
+    loss = 2 * slots * _rows(target, shape) * (2 * (hidden + rank) + rank)
     matrices = [(hidden, queries)] * 2 + [(hidden, keys)] * 2 + [(hidden, body.intermediate_size)] * 3
     update = body.layers * sum(muon_flops(*sizes) for sizes in matrices) + muon_flops(hidden, shape.taps * hidden)
     return int(layers) + inputs + loss + update
+
+
+def _rows(target: TargetSize, shape: MaskedBlockShape) -> int:
+    """Tokens that the drafter can propose. Fewer than all have a copy of their rows of the target's head."""
+    return target.vocabulary if shape.markov is None else shape.markov.rows
 
 
 def _whole(size: ModuleSize, ranks: int) -> int:
