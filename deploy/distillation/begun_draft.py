@@ -75,9 +75,11 @@ def begun_draft(directory: Path, kind: type[FeatureShape] | type[MaskedBlockShap
     """
     card = begun_card(directory, kind, config)
     taps = tuple(tap for tap in card.taps if isinstance(tap, int) and tap >= 0)
-    if len(taps) < len(card.taps) or list(taps) != sorted(set(taps)):
+    count = int(config.num_hidden_layers)
+    if len(taps) < len(card.taps) or list(taps) != sorted(set(taps)) or max(taps) > count:
         raise ConfigurationError(
-            f"{_OPTION} {directory}: its hidden states {list(card.taps)} are refused; they must be ascending layers"
+            f"{_OPTION} {directory}: its hidden states {list(card.taps)} are refused; they must be ascending layers, "
+            f"{count} at most"
         )
     weights = read_weights(directory, card)
     if weights.embedding is not None:

@@ -168,7 +168,7 @@ class SingleProcess(ABC):
     ) -> None:
         """`told` gets each line of the progress; unset: standard output. `peers` train with this process.
 
-        Raises `ModelLoadError`.
+        Raises `ModelLoadError`, and `ConfigurationError` for layers that the target does not have.
         """
         self.peers = peers
         self.checkpoints: Checkpoints = NO_CHECKPOINTS
@@ -194,6 +194,7 @@ class SingleProcess(ABC):
         notes = "" if chosen.notes is None else chosen.notes.read_text(encoding="utf-8")
         name, command = chosen.name or self.directory.name, command_of(self.command, chosen)
         self.card = TrainingCard(name, command, self.device, notes)
+        self.taps(), self.first_layers()  # what is refused is so before the target writes texts
 
     @cached_property
     def target(self) -> StoredTarget:

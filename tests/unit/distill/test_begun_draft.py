@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.core.errors import ConfigurationError
+from deploy.distillation import dspark
 from tests.support.models import tiny
 from tests.unit.distill.training_folder import Folder
 from workers.distill.answers import Answer
@@ -89,9 +90,27 @@ def test_a_draft_that_cannot_be_trained_further_is_refused(
     wide = tiny.save(tmp_path / "wide", tiny.llama(hidden_size=96, num_hidden_layers=6, tie_word_embeddings=True))
     with pytest.raises(ConfigurationError, match=r"--start .*: refused for this target; .* hidden size of 48 "):
         Folder(first.kind, tmp_path / "other", wide, answers).train(*start)
+    low = tiny.save(tmp_path / "low", tiny.llama(num_hidden_layers=2, tie_word_embeddings=True))
+    with pytest.raises(ConfigurationError, match=r"--start .*: its hidden states .* are refused; .* 2 at most"):
+        Folder(first.kind, tmp_path / "short", low, answers).train(*start)
     own = tmp_path / "own"
     shutil.copytree(draft_of(first), own)
     tensors = load_file(own / "model.safetensors")
     save_file(tensors | {"embed_tokens.weight": torch.zeros(tiny.VOCABULARY, 48)}, own / "model.safetensors")
     with pytest.raises(ConfigurationError, match=r"--start .*: an embedding of its own is refused"):
         folders("embedding").train("--start", str(own))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--start-layers", "0,6"), r"--start-layers: \[0, 6\] is refused; it must have 2 numbers within 0 and 5"),
+        (("--taps", "1,6"), r"--taps: \[1, 6\] is refused"),
+    ],
+)
+def test_layers_that_the_target_lacks_are_refused_before_texts_are_written(
+    more: tuple[str, ...], message: str, directory: Path, tmp_path: Path
+) -> None:
+    folder = Folder("dspark", tmp_path / "folder", directory, ())
+    with pytest.raises(ConfigurationError, match=message):
+        dspark.Run(dspark.options(folder.words(*more)))
