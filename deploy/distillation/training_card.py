@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,9 +38,10 @@ class TrainingCard:
     progress: Progress = field(default_factory=Progress)
 
     def add(self, state: State, tokens_per_step: float) -> None:
-        """Add a point to the curve: the tokens per step on texts that are not trained on."""
+        """Add a point to the curve: the tokens per step on texts that are not trained on, infinite without any."""
         self.progress.losses.append((state.step, state.seconds, state.loss))
-        self.progress.agreements.append((state.step, state.seconds, tokens_per_step))
+        if math.isfinite(tokens_per_step):
+            self.progress.agreements.append((state.step, state.seconds, tokens_per_step))
 
     def text(self) -> str:
         """The card, as Markdown."""

@@ -31,7 +31,8 @@ def loss_curve(progress: Progress, *, is_tokens: bool = False) -> bytes | None:
         markersize=4,
     )
     loss.tick_params(axis="y", labelcolor="tab:blue")
-    loss.set_ylim(bottom=max(0.0, loss.get_ylim()[0]))  # what is drawn is never below 0
+    if all(value >= 0 for _, _, value in progress.losses):  # that of dspark has a share subtracted
+        loss.set_ylim(bottom=max(0.0, loss.get_ylim()[0]))
     loss.yaxis.set_visible(bool(progress.losses))
     label, points = _quality(progress, is_tokens=is_tokens)
     if points:

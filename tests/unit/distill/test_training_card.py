@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +43,29 @@ def test_a_card_shows_the_curve_of_what_was_measured(tmp_path: Path) -> None:
 
     assert "![Loss and tokens per step](training.png)" in made.text()
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_curve_of_a_loss_below_zero_is_drawn_upwards_and_nothing_for_texts_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loss of DSpark is a cross entropy minus what both distributions share."""
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[tuple[float, float]] = []
+    save = figures.Figure.savefig
+
+    def saved(figure: Any, *arguments: Any, **named: Any) -> None:
+        drawn.extend(axes.get_ylim() for axes in figure.axes)
+        save(figure, *arguments, **named)
+
+    monkeypatch.setattr(figures.Figure, "savefig", saved)
+    made = card()
+    made.add(State(10, 60.0, -0.1, None, 0), math.inf)
+    made.add(State(20, 120.0, -0.3, None, 1), math.inf)
+
+    assert made.pictures()
+
+    ((low, high),) = drawn
+    assert low < -0.3 < -0.1 < high
 
 
 def test_the_command_is_that_of_the_command_line_or_of_the_module_without_directories() -> None:
