@@ -151,8 +151,10 @@ class TapCache:
     def fill(self, read: ReadStates, answers: Sequence[Answer], report: Report, ends: float | None = None) -> None:
         """Store the taps that are missing, until `ends` (of `time.monotonic`), which the last batch is to keep.
 
-        Raises `ConfigurationError` while another process stores some here.
+        Raises `ConfigurationError` where some are missing while another process stores some here.
         """
+        if all(map(self.has, answers)):
+            return
         with self._index_path.open("ab") as index:
             hold_alone(index, f"taps {self._index_path}")
             self.refresh()  # another process may have stored some since this one looked

@@ -93,6 +93,19 @@ def test_two_processes_never_store_hidden_states_at_the_same_time(tmp_path: Path
     assert set(cache.of(ANSWERS[0]).flatten().tolist()) == {6}
 
 
+def test_a_command_that_lacks_no_hidden_states_waits_for_no_writer(tmp_path: Path) -> None:
+    TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST).fill(states_of, ANSWERS[:1], lambda done, wanted: None)
+
+    def read(rows: Sequence[Sequence[int]], *_: object) -> list[Tensor]:
+        TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST).fill(states_of, ANSWERS[:1], lambda done, wanted: None)
+        return states_of(rows)
+
+    cache = TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST)
+    cache.fill(read, ANSWERS, lambda done, wanted: None)
+
+    assert all(map(cache.has, ANSWERS))
+
+
 def test_files_have_a_bounded_size_and_an_interruption_between_two_loses_one_answer_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
