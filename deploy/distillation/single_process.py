@@ -189,6 +189,11 @@ class SingleProcess(ABC):
         is_stored = given.is_dir() and (_is_computed_stored(given, self.device) or stored_alone(given) is not None)
         self.directory = resolve_model_directory(chosen.target, cache, None, self.tell, stored=is_stored)
         self.config: Any = read_config(self.directory)
+        if chosen.start is not None and chosen.start.resolve() == chosen.out.resolve():
+            raise ConfigurationError(
+                f"--start {chosen.start}: refused as --out, which the training replaces: a repeated command would "
+                "begin with another draft instead of going on"
+            )
         self.begun = None if chosen.start is None else begun_draft(chosen.start, self.shape_type, self.config)
         """The draft that is trained further; `None`: a new one."""
         notes = "" if chosen.notes is None else chosen.notes.read_text(encoding="utf-8")

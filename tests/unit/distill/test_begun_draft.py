@@ -114,3 +114,11 @@ def test_layers_that_the_target_lacks_are_refused_before_texts_are_written(
     folder = Folder("dspark", tmp_path / "folder", directory, ())
     with pytest.raises(ConfigurationError, match=message):
         dspark.Run(dspark.options(folder.words(*more)))
+
+
+def test_a_draft_that_the_training_would_replace_is_refused(directory: Path, tmp_path: Path) -> None:
+    """Its files tell one training from another: an interrupted one would never be found again."""
+    folder = Folder("dspark", tmp_path / "folder", directory, ())
+    (folder.path / "link").symlink_to("out")
+    with pytest.raises(ConfigurationError, match=r"--start .*: refused as --out, which the training replaces"):
+        dspark.Run(dspark.options(folder.words("--start", str(folder.path / "link"))))
