@@ -57,7 +57,8 @@ def words(answers: tuple[Answer, ...], tmp_path_factory: pytest.TempPathFactory)
         for answer in answers:
             file.append(answer)
     given = {"prompts": work / "prompts.jsonl", "answers": work / "answers.jsonl", "states": work / "states"}
-    sizes: dict[str, object] = {"max-length": 2 * (PROMPT + LENGTH), "max-tokens": LENGTH}
+    # In float32, as on every CPU.
+    sizes: dict[str, object] = {"max-length": 2 * (PROMPT + LENGTH), "max-tokens": LENGTH, "precision": "float32"}
     return as_words({"write-seconds": 0, "steps": STEPS, "device": "cpu", "parts": 2, **sizes, **given})
 
 
