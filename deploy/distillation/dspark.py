@@ -61,7 +61,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def default_taps(layers: int) -> tuple[int, ...]:
     """The hidden states that a drafter reads unless others are chosen, for a target of so many layers."""
-    return tuple(sorted({min(3, layers // 3), layers // 2 + 1, layers - 1}))
+    return tuple(sorted({min(3, layers // 3), min(layers // 2 + 1, layers - 1), layers - 1}))
 
 
 def block_shape(config: Any, chosen: argparse.Namespace, taps: int) -> MaskedBlockShape:

@@ -51,7 +51,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def default_taps(layers: int) -> tuple[int, ...]:
     """The hidden states that a head reads unless others are chosen, for a target of so many layers."""
-    return tuple(sorted({2, layers // 2, layers - 3}))
+    return tuple(sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)}))
 
 
 def shape_of(config: Any, taps: Sequence[int], *, is_normed: bool) -> FeatureShape:

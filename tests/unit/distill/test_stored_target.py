@@ -327,3 +327,10 @@ def test_what_are_no_numbers_is_refused_by_the_name_of_the_option(
         run.taps()
     with pytest.raises(ConfigurationError, match="--temperatures: 'warm' is refused; it must be numbers with commas"):
         run.texts()
+
+
+@pytest.mark.parametrize("layers", range(1, 40))
+def test_drafts_of_targets_of_any_depth_read_hidden_states_that_these_have(layers: int) -> None:
+    for make in (dspark, eagle3):
+        taps = make.default_taps(layers)
+        assert list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] < layers
