@@ -117,7 +117,7 @@ def test_layers_that_the_target_lacks_are_refused_before_texts_are_written(
 
 
 def test_a_draft_that_the_training_would_replace_is_refused(directory: Path, tmp_path: Path) -> None:
-    """Its files tell one training from another: an interrupted one would never be found again."""
+    """A training is found again by the files of the draft that it began with, so these must not be replaced."""
     folder = Folder("dspark", tmp_path / "folder", directory, ())
     (folder.path / "link").symlink_to("out")
     with pytest.raises(ConfigurationError, match=r"--start .*: refused as --out, which the training replaces"):
