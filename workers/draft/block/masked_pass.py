@@ -12,6 +12,7 @@ from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextRows,
 from workers.draft.common.modules.decoder_stack import BiasedProduct, DecoderStack
 from workers.draft.common.modules.layer_stack import RotaryTable
 from workers.draft.common.modules.module_settings import Weights
+from workers.draft.common.modules.product import entry_weights
 from workers.model.drafting.ends import TargetEnds, rms_norm
 from workers.model.drafting.fusion import public_fusion
 from workers.model.drafting.public import PublicModule
@@ -44,7 +45,7 @@ class MaskedBlockPass(BlockPasses):
         mask = ends.embedding[shape.mask_token] if mask is None else mask
         self._masks = shape.embedding_scale * mask.float().expand(shape.slots - 1, -1)
         self._takes_features = takes_features
-        self._fuse = public_fusion(module, BiasedProduct(module, ["fc"], weights, directory))
+        self._fuse = public_fusion(module, BiasedProduct(module, ["fc"], entry_weights(weights), directory))
         self._output_norm = module.tensors["norm.weight"].float()
         layers = [f"layers.{number}.self_attn" for number in range(body.layers)]
         names = [f"{layer}.{part}_proj" for layer in layers for part in "kv"]

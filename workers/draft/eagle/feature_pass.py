@@ -10,7 +10,7 @@ from torch import Tensor
 from workers.draft.common.modules.context_window import WHOLE_TEXT, ContextShape
 from workers.draft.common.modules.decoder_stack import BiasedProduct, DecoderStack
 from workers.draft.common.modules.module_settings import Weights
-from workers.draft.common.modules.product import make_product
+from workers.draft.common.modules.product import entry_weights, make_product
 from workers.draft.eagle.head_pass import HeadPass, wanted_rows
 from workers.forward.window_attention import WindowAttention, WindowBuffers, WindowRows
 from workers.model.drafting.ends import TargetEnds, rms_norm
@@ -59,7 +59,8 @@ class FeaturePass(HeadPass):
         return other
 
     def _pack(self, module: PublicModule) -> None:
-        self._entry = BiasedProduct(module, ["fc"], *self._stored)
+        weights, directory = self._stored
+        self._entry = BiasedProduct(module, ["fc"], entry_weights(weights), directory)
         self._layers = DecoderStack(module, self._shape.body, *self._stored)
         self._embedding_norm, self._feature_norm, self._output_norm = map(
             module.norm, ("embedding_norm", "feature_norm", "norm")
