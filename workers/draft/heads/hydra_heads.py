@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from workers.draft.common.modules.product import Product
+from workers.draft.common.modules.product import MakeProduct, Product
 from workers.draft.common.modules.ranked_paths import RankedPaths
 from workers.draft.common.modules.served_module import ServedModule
 from workers.draft.common.modules.slot_ranking import rank_slots
@@ -32,12 +32,14 @@ class HydraHeads:
         self.depths, self.hidden_size, self.vocabulary_size = shape.depths, shape.hidden_size, len(ends.embedding)
         self._ends, self._shortlist = ends, loaded.shortlist
 
-        def affine(name: str) -> _Affine:
-            return loaded.make(module.tensors[f"{name}.weight"]), module.tensors[f"{name}.bias"].float()
+        def affine(name: str, make: MakeProduct = loaded.make) -> _Affine:
+            return make(module.tensors[f"{name}.weight"]), module.tensors[f"{name}.bias"].float()
 
-        depths = range(shape.depths)
-        self._residual = [affine(f"{depth}.0.res_connection") for depth in depths]
-        self._blocks = [[affine(f"{depth}.{block}.linear") for block in range(shape.blocks)] for depth in depths]
+        depths, makes = range(shape.depths), [loaded.make_entry, *[loaded.make] * (shape.blocks - 1)]
+        self._residual = [affine(f"{depth}.0.res_connection", loaded.make_entry) for depth in depths]
+        self._blocks = [
+            [affine(f"{depth}.{block}.linear", make) for block, make in enumerate(makes)] for depth in depths
+        ]
         self._outputs = [affine(f"{depth}.head") for depth in depths]
 
     @torch.inference_mode()

@@ -16,7 +16,7 @@ from cluster.core.request import SamplingParameters
 from tests.support.models import public_drafts, tiny
 from tests.support.models.draft_references import norm
 from tests.support.models.public_drafts import HIDDEN, HYDRA, VOCABULARY, Tensors
-from workers.draft.common.modules.module_settings import ModuleSettings
+from workers.draft.common.modules.module_settings import ModuleSettings, Weights
 from workers.draft.common.modules.ranked_paths import RankedPaths
 from workers.draft.common.modules.served_module import load_served_module
 from workers.draft.heads.hydra_heads import HydraHeads
@@ -36,8 +36,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama())
 
 
-def served(draft: Path, target: Path) -> HydraHeads:
-    settings = ModuleSettings(path=str(draft), weights="float32")
+def served(draft: Path, target: Path, weights: Weights = "float32") -> HydraHeads:
+    settings = ModuleSettings(path=str(draft), weights=weights)
     loaded = load_served_module(settings, TargetSection(path=str(target), device="cpu"), "heads", (PublicModule,))
     return HydraHeads(loaded.module, loaded)
 
@@ -104,6 +104,24 @@ def test_sampled_chains_are_drawn_with_the_shared_noise(target: Path, tmp_path: 
         assert [level[0] for level in found.tokens] == path[1:]
         chains.add(tuple(path))
     assert len(chains) > 1
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_in_few_bits_keep_a_state_that_is_larger_than_embeddings(
+    weights: Weights, target: Path, tmp_path: Path
+) -> None:
+    """Its columns have small weights. In one scale with those of the embedding, they would be zeros."""
+    tensors, states = public_drafts.hydra(), public_drafts.Draw(18).matrix(9, HIDDEN)
+    for name, tensor in tensors.items():
+        if name.startswith("hydra_mlp.0.0.") and name.endswith("weight"):
+            tensor[:, :HIDDEN] /= 300
+    draft = public_drafts.write(tmp_path, HYDRA, tensors)
+    inputs = torch.cat([300 * states, public_drafts.Draw(19).matrix(9, HIDDEN)], dim=1)
+    wanted = served(draft, target).logits(0, inputs)
+
+    found = served(draft, target, weights).logits(0, inputs)
+
+    assert (found - wanted).norm() < 0.1 * wanted.norm()
 
 
 @pytest.mark.parametrize(

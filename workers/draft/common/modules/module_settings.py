@@ -30,8 +30,8 @@ class ModuleSettings(DraftModuleSection):
 
     weights: Weights = "auto"
     """Type that the module's weights are stored in. `auto` is int8 on a CPU that multiplies integers (AMX, VNNI), else
-    bfloat16; int4 has a scale and a minimum for each 32 inputs. The first matrix of a public draft, `fc`, and all of a
-    GPU's are bfloat16 in place of int8 and int4."""
+    bfloat16; int4 has a scale and a minimum for each 32 inputs. A public draft's first
+    matrix, which reads states of several layers, and all of a GPU's are bfloat16 in place of int8 and int4."""
 
 
 class ContextSettings(PluginSettings):

@@ -28,11 +28,11 @@ def stored_type(weights: Weights, directory: str | None) -> torch.dtype:
 
 
 def entry_weights(weights: Weights) -> Weights:
-    """The type in which the matrix `fc` of a public draft is stored: bfloat16 in place of int8 and int4.
+    """The type in which a public draft's first matrix is stored (`fc`, or the first ones of a Hydra head).
 
-    It reads hidden states of several layers, or an embedding beside a hidden state, without a norm. One of them may be
-    hundreds of times as large as another, and training gives its columns smaller weights, which are zeros in one scale
-    with the others.
+    It is bfloat16 in place of int8 and int4. The matrix reads hidden states of several layers, or an embedding beside a
+    hidden state, without a norm. One of them may be hundreds of times as large as another, and training gives its
+    columns smaller weights, which are zeros in one scale with the others.
     """
     return weights if weights == "float32" else "bfloat16"
 

@@ -11,7 +11,7 @@ import torch
 
 from cluster.core.config.target_section import TargetSection
 from workers.draft.common.modules.module_settings import ModuleSettings, Weights
-from workers.draft.common.modules.product import MakeProduct, make_product
+from workers.draft.common.modules.product import MakeProduct, entry_weights, make_product
 from workers.draft.common.modules.shortlist import Shortlist
 from workers.forward.native.largest import load_largest
 from workers.model.devices import choose_device
@@ -35,6 +35,8 @@ class ServedModule(Generic[ModuleType]):
     ends: TargetEnds
     make: MakeProduct
     """Makes products with weights in the type of the settings."""
+    make_entry: MakeProduct
+    """Makes products that read hidden states or embeddings without a norm; see `entry_weights`."""
     shortlist: Shortlist
     """Ranks the candidates of rows of logits."""
 
@@ -57,12 +59,14 @@ def load_served_module(
     )
     if not isinstance(loaded.module, expected):
         raise TypeError(f"{type(loaded.module).__name__} is no module of the kind {kind}")
+    make = partial(make_product, directory=target.compile_directory)
     return ServedModule(
         settings,
         loaded.module,
         loaded.card,
         loaded.ends,
-        partial(make_product, weights=weights, directory=target.compile_directory),
+        partial(make, weights=weights),
+        partial(make, weights=entry_weights(weights)),
         make_shortlist(loaded.ends.vocabulary, target, device),
     )
 
