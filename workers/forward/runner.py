@@ -109,6 +109,7 @@ class ModelRunner:
 
         Prompt chunks that have kernels of their own run by themselves and before a tree.
         """
+        self._pool.warm_up()
         prompts = () if self._attention is None else self._attention.capabilities.prompts
         steps = [(width, EMPTY_TREE) for width in (*WARM_UP_WIDTHS, *prompts)]
         steps += [(width - 1, TokenTree.chain((0,))) for width in prompts]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
 from math import prod
 
 import torch
@@ -16,8 +15,9 @@ from cluster.core.errors import ConfigurationError, KvPoolExhausted
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.tree import ROOT
-from workers.kv.allocator import BlockAllocator
+from workers.kv.allocator import BlockAllocator, BlockCopy
 from workers.kv.block_table import BlockTable, Prefix
+from workers.kv.copies import Path, StackCopies, follow
 from workers.kv.eight_bits import record_bytes
 from workers.kv.groups import KvCacheGroups, group_layers
 from workers.kv.huge_pages import huge_pages
@@ -27,7 +27,6 @@ from workers.kv.states import STATES_PER_SEQUENCE, SequenceStates, StateStore
 from workers.kv.store import KvStore
 from workers.kv.tiers import Tiers, agreed_length
 from workers.ranks import least_of_all_ranks
-from workers.transfer import to_device
 
 RECURRENT_DRAFT = (
     "draft.model.path: a model with recurrent layers is refused, since a draft is cut to shorter lengths and "
@@ -111,13 +110,16 @@ class KvPool:
         )
         self._device = spec.device
         self._ranks = spec.tensor_parallel
-        self._moves: tuple[list[int], list[int]] | None = None
-        """Slots to read and to write, inside `moving_together`."""
+        self._moves: list[Path] | None = None
+        """What is noted inside `moving_together`."""
+        self._copies: list[BlockCopy] | None = None
+        """What is noted inside `reserving_together`."""
 
         stored = stored_type(section)
-        self.keys, self.values, self._stacks = _allocate_tensors(
+        self.keys, self.values, stacks = _allocate_tensors(
             spec, self.kv_groups, blocks_total + spec.scratch_blocks, stored
         )
+        self._stacks = StackCopies(stacks, spec.device)
         self.store = KvStore(self.kv_groups, self.keys, self.values, stored)
         self.tiers: Tiers | None = None  # last: if anything above raises, there is nothing to close
         """The host and disk tiers, or `None` if none is configured."""
@@ -269,16 +271,30 @@ class KvPool:
             raise
         if not copies:
             return
-        if self._device.type == "cpu":  # without index tensors this is faster
-            for copy, stack in product(copies, self._stacks):
-                stack[:, copy.destination] = stack[:, copy.source]
+        if self._copies is None:
+            self._stacks.copy_blocks(copies)
             return
-        sources, destinations = (
-            to_device(blocks, self._device)
-            for blocks in ([copy.source for copy in copies], [copy.destination for copy in copies])
-        )
-        for stack in self._stacks:
-            stack[:, destinations] = stack[:, sources]
+        if follow(copies, self._copies):
+            self._copy_noted()
+        self._copies += copies
+
+    @contextmanager
+    def reserving_together(self) -> Iterator[None]:
+        """Inside, blocks that `reserve` has to copy are noted alone, and copied at the end: for all tables at once.
+
+        What is loaded from the tiers meanwhile is loaded after them. Nothing else may write keys and values inside.
+        """
+        self._copies = []
+        try:
+            yield
+        finally:
+            self._copy_noted()
+            self._copies = None
+
+    def _copy_noted(self) -> None:
+        if self._copies:
+            self._stacks.copy_blocks(self._copies)
+            self._copies.clear()
 
     def commit(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """Record that the next positions hold `tokens`, and free the blocks beyond them."""
@@ -340,18 +356,17 @@ class KvPool:
     def move(self, table: BlockTable, start: int, nodes: Sequence[int]) -> None:
         """Copy positions `start + nodes[0], start + nodes[1], …` to `start, start + 1, …` in every layer.
 
-        All sources are read before any destination is written. Inside `moving_together` this is done at its end.
+        `nodes` ascend. All sources are read before any destination is written. Inside `moving_together` this is done
+        at its end.
         """
         size = self.block_size
-        slots = [
-            [blocks[position // size] * size + position % size for blocks in table.blocks for position in positions]
-            for positions in ([start + node for node in nodes], range(start, start + len(nodes)))
-        ]
+        sources = [start + node for node in nodes]
+        destinations = range(start, start + len(nodes))
+        paths = [Path(_slots(blocks, sources, size), _slots(blocks, destinations, size)) for blocks in table.blocks]
         if self._moves is None:
-            self._copy_slots(*slots)
+            self._stacks.copy_paths(paths)
         else:
-            for noted, own in zip(self._moves, slots, strict=True):
-                noted += own
+            self._moves += paths
 
     @contextmanager
     def moving_together(self) -> Iterator[None]:
@@ -359,23 +374,22 @@ class KvPool:
 
         Nothing else may read or write keys and values inside.
         """
-        self._moves = [], []
+        noted: list[Path] = []
+        self._moves = noted
         try:
             yield
         finally:
-            (sources, destinations), self._moves = self._moves, None
-            if sources:
-                self._copy_slots(sources, destinations)
+            self._moves = None
+            if noted:
+                self._stacks.copy_paths(noted)
 
-    @torch.inference_mode()
-    def _copy_slots(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        read, written = (to_device(slots, self._device) for slots in (sources, destinations))
-        for stack in self._stacks:
-            flat = stack.flatten(1, 2)
-            flat[:, written] = flat[:, read]
+    def warm_up(self) -> None:
+        """Let a GPU's kernels be compiled before the first step."""
+        self._stacks.warm_up()
 
     def _open_with_tiers(self, tiers: Tiers, search: _Search, max_tokens: int, kept: Prefix) -> BlockTable | None:
         """Load offloaded blocks. Returns `None` if that gains nothing over `kept`, or if loading fails."""
+        self._copy_noted()
         prefix = kept
 
         def longest(bound: int) -> int:
@@ -410,3 +424,8 @@ class KvPool:
     def _parts(self, block: BlockId) -> list[torch.Tensor]:
         """A block's content: views of its keys in every block layer, then of its values, where they have their own."""
         return [store[block] for store in (*self.keys, *self.values) if len(store)]
+
+
+def _slots(blocks: Sequence[BlockId], positions: Iterable[int], size: int) -> list[int]:
+    """The slots of positions in the blocks of one table."""
+    return [blocks[position // size] * size + position % size for position in positions]

@@ -206,12 +206,14 @@ class TargetEngine:
                 rows.append((row, checked))
             else:
                 verdicts[row.sequence_id] = checked
-        for index, ((row, sequence), refusal) in enumerate(zip(rows, self._constraints.refused(rows), strict=True)):
-            prepared = refusal or self._prepare(row, sequence, len(rows) - index - 1)
-            if isinstance(prepared, ReadyRow):
-                ready.append(prepared)
-            else:
-                verdicts[row.sequence_id] = prepared
+        refusals = self._constraints.refused(rows)
+        with self._pool.reserving_together():
+            for index, ((row, sequence), refusal) in enumerate(zip(rows, refusals, strict=True)):
+                prepared = refusal or self._prepare(row, sequence, len(rows) - index - 1)
+                if isinstance(prepared, ReadyRow):
+                    ready.append(prepared)
+                else:
+                    verdicts[row.sequence_id] = prepared
         if ready:
             try:
                 logits, leaders = self._forward(ready)

@@ -12,7 +12,7 @@ import torch
 from cluster.core.config.model_section import PoolSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
-from workers.kv import pool, pool_size
+from workers.kv import copies, pool, pool_size
 from workers.kv.pool import KvPool
 from workers.kv.pool_size import blocks_that_fit
 from workers.kv.spec import KvCacheSpec, LayerShape
@@ -98,8 +98,8 @@ def test_ranks_keep_the_length_that_they_agreed_on_though_a_disk_drops_a_block_m
 def test_what_is_moved_together_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths of three trees, two of them within one block, move as they do one after another."""
     sent: list[list[int]] = []
-    send = pool.to_device
-    monkeypatch.setattr(pool, "to_device", lambda slots, device: sent.append(slots) or send(slots, device))
+    send = copies.to_device
+    monkeypatch.setattr(copies, "to_device", lambda slots, device: sent.append(slots) or send(slots, device))
     paths = ((3, (1, 4, 6)), (9, (0, 2)), (5, (2, 3, 7)))
     results = []
     for together in (False, True):
@@ -120,3 +120,57 @@ def test_what_is_moved_together_is_copied_at_once(monkeypatch: pytest.MonkeyPatc
     for one, other, old in zip(*results, before, strict=True):
         assert torch.equal(one, other)
         assert not torch.equal(one, old)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of blocks that are copied together, for each time."""
+    counts: list[int] = []
+    copy = copies.StackCopies.copy_blocks
+    monkeypatch.setattr(
+        copies.StackCopies, "copy_blocks", lambda own, found: counts.append(len(found)) or copy(own, found)
+    )
+    return counts
+
+
+def test_blocks_that_sequences_share_are_copied_at_once(copied: list[int]) -> None:
+    """Three forks of a sequence are about to write into the block that they share."""
+    for together in (False, True):
+        shared = KvPool(SPEC, KvSection(block_size=4), 20)
+        table = shared.new_table()
+        shared.reserve(table, 6)
+        shared.commit(table, range(6))
+        for layer, stored in enumerate((*shared.keys, *shared.values)):
+            stored[table.blocks[0][1]] = layer + 1.0
+        tables = [table, *(shared.fork(table, 6) for _ in range(3))]
+        copied.clear()
+        with shared.reserving_together() if together else nullcontext():
+            for one in tables:
+                shared.reserve(one, 7)
+            assert copied == ([] if together else [1, 1, 1])
+        assert copied == ([3] if together else [1, 1, 1])
+        assert len({one.blocks[0][1] for one in tables}) == 4
+        for layer, stored in enumerate((*shared.keys, *shared.values)):
+            assert all((stored[one.blocks[0][1]] == layer + 1).all() for one in tables)
+
+
+def test_a_block_that_is_freed_and_taken_again_is_read_before_it_is_written(copied: list[int]) -> None:
+    """The copies of a step are made in two parts where one writes what another one reads."""
+    shared = KvPool(SPEC, KvSection(block_size=4), 4)
+    first, second = shared.new_table(), shared.new_table()
+    for number, table in enumerate((first, second)):
+        shared.reserve(table, 3)
+        shared.commit(table, range(10 * number, 10 * number + 3))
+        for stored in (*shared.keys, *shared.values):
+            stored[table.blocks[0][0]] = number + 1.0
+    forks = shared.fork(first, 3), shared.fork(second, 3)
+    with shared.reserving_together():
+        shared.reserve(forks[0], 4)  # copies the block of `first`
+        freed = first.blocks[0][0]
+        shared.release(first)
+        shared.reserve(forks[1], 4)  # copies the block of `second` into that of `first`
+    assert copied == [1, 1]
+    assert forks[1].blocks[0][0] == freed
+    for stored in (*shared.keys, *shared.values):
+        assert (stored[forks[0].blocks[0][0]] == 1).all()
+        assert (stored[forks[1].blocks[0][0]] == 2).all()
