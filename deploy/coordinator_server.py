@@ -13,6 +13,7 @@ from cluster.core.bounds import MAX_MESSAGE_BYTES
 from cluster.core.config.sections import Configuration
 from cluster.core.membership import Load
 from cluster.core.ports import Drafter, Target
+from cluster.generation.prompt_log import PromptLog
 from cluster.generation.service import GenerationService
 from cluster.generation.servicer import GenerationServicer
 from cluster.generation.text.tokenizer import Parsers, Tokenizer
@@ -76,6 +77,7 @@ class CoordinatorServer:
             interceptors=() if keys is None else (AccessInterceptor(keys),),
             public=PublicOptions(server.tls if internal_host is None else None),
         )
+        self._prompt_log = PromptLog.of(configuration.draft)
         self._opening: asyncio.Task[None] | None = None
 
     @property
@@ -101,7 +103,10 @@ class CoordinatorServer:
             aliases=configuration.target.aliases,
             shares_between_keys=configuration.server.sharing_between_keys == "on",
             learns_from=configuration.draft.learns_from,
+            prompt_log=self._prompt_log,
         )
+        if self._prompt_log is not None:
+            self._prompt_log.start()
         servicer = GenerationServicer(generation, traces=self._traces is not None)
         self._server.add(GENERATION_SERVICE, generation_pb2_grpc.add_GenerationServiceServicer_to_server, servicer)
         if self._is_internal:
@@ -139,6 +144,8 @@ class CoordinatorServer:
         await self._set_health(False)
         await self.coordinator.stop(drain_seconds)
         await self._server.stop(_CLOSING_SECONDS)
+        if self._prompt_log is not None:
+            await asyncio.to_thread(self._prompt_log.close)
         if self._traces is not None:
             await asyncio.to_thread(self._traces.shutdown)
 

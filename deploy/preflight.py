@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.core.config.draft_section import DraftModelSection
+from cluster.core.config.base import with_home
+from cluster.core.config.draft_section import DraftModelSection, DraftSection
 from cluster.core.config.model_section import DTYPE_BYTES, USUAL_FRACTION
 from cluster.core.config.sections import Configuration
 from cluster.core.config.server import ServerSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
+from cluster.generation import prompt_log
 from cluster.ingress.access.key_ring import KeyRing
 from cluster.wire.address import join_host_port
 from cluster.wire.peer_access import PeerAccess
@@ -84,21 +86,42 @@ def check_files(settings: Settings) -> None:
         except ConfigurationError as error:
             problems.append(str(error))
     problems += [str(problem) for problem in cache_problems(settings.cache_directory)]
+    if not settings.ray_address:
+        problems += [str(problem) for problem in prompt_log_problems(settings.configuration.draft)]
     if problems:
         raise ConfigurationError("\n".join(dict.fromkeys(problems)))
 
 
 def cache_problems(directory: Path) -> Iterator[Problem]:
     """Problems with the directory for converted weights: it is a file, or this process may not write it."""
+    found = _why_unwritable(directory)
+    if found is not None:
+        remedy = "set PILOTFISH_CACHE_DIR to another directory"
+        yield Problem("PILOTFISH_CACHE_DIR", f"the directory {directory}, or room to make it", found, remedy)
+
+
+def prompt_log_problems(draft: DraftSection) -> Iterator[Problem]:
+    """Problems with `draft.prompt_log_directory`: it cannot be made, or it is not this user's alone.
+
+    Raises `ConfigurationError` for the home of an unknown user.
+    """
+    if draft.prompt_log_directory is None:
+        return
+    directory = with_home(prompt_log.SETTING, draft.prompt_log_directory)
+    found = _why_unwritable(directory)
+    if found is None and directory.exists() and (fault := prompt_log.directory_fault(directory)) is not None:
+        found = f"{directory}: {fault}"
+    if found is not None:
+        needed = f"the directory {directory} of this user, or room to make it"
+        yield Problem(prompt_log.SETTING, needed, found, "set it to another directory")
+
+
+def _why_unwritable(directory: Path) -> str | None:
+    """What stands in the way of a directory that is to be made and written; `None` if nothing does."""
     existing = next((one for one in (directory, *directory.parents) if one.exists()), directory)
     if not existing.is_dir():
-        found = f"the file {existing}"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        found = f"{existing}, which this user may not write"
-    else:
-        return
-    remedy = "set PILOTFISH_CACHE_DIR to another directory"
-    yield Problem("PILOTFISH_CACHE_DIR", f"the directory {directory}, or room to make it", found, remedy)
+        return f"the file {existing}"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing}, which this user may not write"
 
 
 def capacity_problems(placement: Placement, nodes: Sequence[Resources]) -> Iterator[Problem]:
@@ -199,6 +222,9 @@ def model_problems(
         return
     if configuration.target.standby and placement.target.device == "cuda":
         yield Problem("target.standby", "false where ranks use GPUs", "true", "set it to false")
+    if configuration.draft.prompt_log_directory is not None and is_encoder_decoder(target):
+        needed = "no value for an encoder-decoder model, whose sources are no chats"
+        yield Problem(prompt_log.SETTING, needed, "one", "leave it out")
     undivided = list(head_problems(target, configuration.target.tensor_parallel))
     yield from undivided
     if draft is not None:

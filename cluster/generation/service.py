@@ -19,6 +19,7 @@ from cluster.core.verification import TargetInfo
 from cluster.generation import validate
 from cluster.generation.events import Event, ServedModel, Started
 from cluster.generation.grammar.constraints import Constraints
+from cluster.generation.prompt_log import PromptLog
 from cluster.generation.recent_answers import RecentAnswers
 from cluster.generation.request_events import RequestEvents
 from cluster.generation.text.bad_words import without_bad_words
@@ -75,6 +76,7 @@ class GenerationService:
         aliases: Sequence[str] = (),
         shares_between_keys: bool = False,
         learns_from: LearnsFrom = "none",
+        prompt_log: PromptLog | None = None,
         clock: Callable[[], float] = time.monotonic,
         created: float | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class GenerationService:
         self._aliases = tuple(aliases)
         self._shares_between_keys = shares_between_keys
         self._learns_from = learns_from
+        self._prompt_log = prompt_log
         self._clock = clock
         self._created = int(time.time() if created is None else created)
         self._running: dict[RequestId, _Running] = {}
@@ -120,17 +123,30 @@ class GenerationService:
             request, started = await self._tokenized(valid, info)
             request = replace(request, deadline=deadline)
             events = RequestEvents(valid, request, started, self._tokenizer, self._engine, self._recent)
+            unlogged = self._log_for(message, valid, info)
             if not events.have_ended():
                 running.has_begun = True
                 generate = _aborted if running.is_aborted else self._engine.generate
                 async with aclosing(generate(events.request)) as commits:
                     async for commit in commits:
+                        if unlogged is not None:  # the request was not refused
+                            unlogged.add(valid.prompt)
+                            unlogged = None
                         for event in events.take(commit):
                             yield event
                         if events.have_ended():
                             break  # close the engine's stream before the client reads the last event
             for event in events.rest():
                 yield event
+
+    def _log_for(
+        self, message: generation_pb2.GenerateRequest, valid: ValidatedRequest, info: TargetInfo
+    ) -> PromptLog | None:
+        """Return the log for the prompt of a request; `None` if nobody allows it, or it goes on with an answer."""
+        log = self._prompt_log
+        if log is None or valid.received or info.is_encoder_decoder:
+            return None
+        return log if validate.allows_learning(message, log.learn_from) else None
 
     async def _tokenized(self, valid: ValidatedRequest, info: TargetInfo) -> tuple[GenerationRequest, Started]:
         """Return the request to the engine and its first event. Raises `InvalidRequest`, `Overloaded`."""

@@ -137,7 +137,7 @@ def validate(
         streams=request.stream if request.HasField("stream") else True,
         takes_min_tokens=not request.stopping.HasField("min_tokens"),
         priority=request.priority,
-        allows_learning=_allows_learning(request, learns_from),
+        allows_learning=allows_learning(request, learns_from),
     )
 
 
@@ -218,7 +218,7 @@ def _request_id(request: generation_pb2.GenerateRequest) -> RequestId:
     return RequestId(secrets.token_hex(16))
 
 
-def _allows_learning(request: generation_pb2.GenerateRequest, learns_from: LearnsFrom) -> bool:
+def allows_learning(request: generation_pb2.GenerateRequest, learns_from: LearnsFrom) -> bool:
     """Whether the settings, the API key and the request itself all allow to learn from its texts."""
     if learns_from == "none" or (request.HasField("store") and not request.store):
         return False

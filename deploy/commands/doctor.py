@@ -25,7 +25,7 @@ def doctor(config: ConfigOption = None, assignments: SetOption = None, as_json: 
     """Check the environment, the models, the kernels and the listening processes. Exit with 1 if there is a problem."""
     settings = load_settings(config, assignments or ())
     # Importing torch takes seconds, so the settings are checked first.
-    from deploy.doctor.environment import environment_findings, kernel_findings
+    from deploy.doctor.environment import environment_findings, kernel_findings, prompt_log_findings
     from deploy.doctor.models import model_findings
     from deploy.doctor.network import exposures, network_findings
     from deploy.network.listeners import cluster_processes, listeners
@@ -36,6 +36,7 @@ def doctor(config: ConfigOption = None, assignments: SetOption = None, as_json: 
             *environment_findings(),
             *kernel_findings(code_directory(settings.cache_directory)),
             *model_findings(settings.configuration, settings.cache_directory),
+            *prompt_log_findings(settings.configuration.draft),
             *network_findings(found),
         )
     if as_json:

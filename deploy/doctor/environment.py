@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from cluster.core.config.draft_section import DraftSection
 from deploy.doctor.finding import Finding
 from deploy.machine import local_resources
+from deploy.preflight import prompt_log_problems
 from workers.forward.code_folder import folder_fault
 from workers.forward.native.build import load_library
 
@@ -75,6 +77,14 @@ def gpu_finding(count: int, free: int, has_device: bool) -> Finding:
     if has_device:
         return Finding("GPUs", "a device that torch cannot use", "install a build of torch for CUDA, and its driver")
     return Finding("GPUs", "none")
+
+
+def prompt_log_findings(draft: DraftSection) -> Iterator[Finding]:
+    """Whether chats can be stored in `draft.prompt_log_directory`, where it is set."""
+    if draft.prompt_log_directory is not None:
+        problem = next(prompt_log_problems(draft), None)
+        found, remedy = (draft.prompt_log_directory, None) if problem is None else (problem.found, problem.remedy)
+        yield Finding("draft.prompt_log_directory", found, remedy)
 
 
 def _read(file: Path) -> str:

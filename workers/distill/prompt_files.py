@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cluster.core.errors import ConfigurationError, shorten
+
+logger = logging.getLogger(__name__)
 
 _TEXT = ".txt"
 _DATA_SET, _SPLITS = "state.json", "dataset_dict.json"
@@ -21,6 +24,7 @@ Row = tuple[int, str, Mapping[str, Any]]
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file or of a data set, in order. A line of a `.txt` file is a `prompt`; blank lines are left out.
 
+    So is, with a warning, an object at the end of a file that ends within it: its writer was killed, or writes it now.
     Raises `ConfigurationError`, which names the file, the line and what was found.
     """
     if path.is_dir():
@@ -33,7 +37,19 @@ def read_rows(path: Path) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             where = f"prompts {path}, line {number}"
+            if number == len(lines) and path.suffix != _TEXT and _is_cut(line):
+                logger.warning("%s is left out: the file ends within it", where)
+                return
             yield number, where, {"prompt": line.strip()} if path.suffix == _TEXT else _parsed(line, where)
+
+
+def _is_cut(line: str) -> bool:
+    """Whether a line begins an object that is not complete."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return line.startswith("{")
+    return False
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:

@@ -68,8 +68,9 @@ class Task:
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """Read all prompts of a file, in order.
+    """Read all prompts of a file, in order, but conversations that another one of the file continues.
 
+    A log of requests has a conversation once for each of its turns, and the target answers all turns of the longest.
     Raises `ConfigurationError`, which names the file, the line and what was found.
     """
     prompts = tuple(
@@ -79,7 +80,8 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
     )
     if not prompts:
         raise ConfigurationError(f"prompts {path}: needed at least one prompt, found none")
-    return prompts
+    continued = {(one.system, one.turns[:count]) for one in prompts for count in range(1, len(one.turns))}
+    return tuple(one for one in prompts if (one.system, one.turns) not in continued)
 
 
 def by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:

@@ -84,8 +84,8 @@ class DraftSection(PluginHost):
     steps of the target. What one client's texts teach drafts for that client only, unless API keys share. It is for one
     method alone: `heads`, `blockwise`, `eagle`, `block`, or `model` on a CPU. It needs `pilotfish[distill]`."""
     learn_from: Literal["keys", "all"] = "keys"
-    """Whose texts are learned from: `keys`: of clients whose line in the API key file has `learn`; `all`: of every
-    client. Requests with `store: false` are left out."""
+    """Whose texts are learned from, and stored in `draft.prompt_log_directory`: `keys`: of clients whose line in the
+    API key file has `learn`; `all`: of every client. Requests with `store: false` are left out."""
     learn_directory: str | None = None
     """Directory for the learned weights, which are used after a restart; unset: they end with the process. No texts are
     written to it."""
@@ -99,6 +99,13 @@ class DraftSection(PluginHost):
     learn_weight_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] | None = None
     """Most memory for learned weights in the process that drafts, in bytes; unset: 256 MiB, or those of one client if
     they take more. Clients beyond it draft with the weights of the draft's files."""
+    prompt_log_directory: str | None = None
+    """Directory for what users and systems say in the chats of clients that `draft.learn_from` names, as JSONL that
+    `pilotfish distill --prompts` reads; unset: nothing is stored. `draft.learn` need not be `on`. Answers, plain
+    completions and names of clients are not stored. The server's user must own the directory, or be able to make it."""
+    prompt_log_bytes: Annotated[int, Field(ge=MIB, le=1 << 40)] = 1 << 28
+    """Most bytes of all files in `draft.prompt_log_directory`; then nothing is added until files are moved away. The
+    default has room for about 100,000 chats of 2,500 characters."""
 
     @property
     def is_enabled(self) -> bool:
@@ -129,8 +136,9 @@ class DraftSection(PluginHost):
         return self.methods or (self.method or DEFAULT_METHOD,)
 
     def disabled(self) -> DraftSection:
-        """Return a copy of the section that selects no drafting method."""
-        return self.model_copy(update={"method": NO_DRAFTS, "methods": (), "placement": "auto", "learn": "off"})
+        """Return a copy of the section that selects no drafting method and stores no texts."""
+        changes = {"method": NO_DRAFTS, "methods": (), "placement": "auto", "learn": "off"}
+        return self.model_copy(update={**changes, "prompt_log_directory": None})
 
     @property
     def weights_method(self) -> str | None:

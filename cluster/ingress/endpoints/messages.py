@@ -99,7 +99,8 @@ class MessagesBody(ConversationBody):
     top_k: int | None = None
     """Keep this many of the most probable tokens."""
     store: Literal[False] | None = None
-    """`false`: no draft is trained on prompt and answer, also if the API key allows it. Anthropic has no such field."""
+    """`false`: the texts are neither learned from nor stored, even if the API key allows it.
+    Anthropic has no such field."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """No effect: labels that the client chooses."""
     service_tier: Literal["auto", "standard_only"] = "auto"

@@ -102,7 +102,7 @@ class Parameters(GrammarParameters, VllmParameters):
     stop: Texts = Field(default_factory=list)
     """Strings that end the answer, also across tokens."""
     store: Literal[False] | None = None
-    """`false`: no draft is trained on prompt and answer, also if the API key allows it. Only `false`."""
+    """`false`: the texts are neither learned from nor stored, even if the API key allows it. Only `false`."""
     user: Text | None = None
     """No effect: a name that the client chooses for its user."""
     metadata: dict[Text, Text] = Field(default_factory=dict)

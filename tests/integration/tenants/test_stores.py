@@ -216,6 +216,7 @@ RATES = "how often drafts are right, over all clients: it changes how many token
 LOAD = "times and amounts of work, over all clients"
 OWN = "a function of its key alone: it holds nothing of the request that asked first"
 LEASE = "ids of sequences while a worker stores them: a lease that ends on a busy machine begins again"
+WRITTEN = "where prompts of clients that agree are stored, and what went wrong: no request is answered from them"
 UNREAD: dict[str, str] = {
     "GrpcDrafter._learned": LOAD,
     "Leases._leases": LEASE,
@@ -223,6 +224,8 @@ UNREAD: dict[str, str] = {
     "ReleaseQueue._task": LAST,
     "TargetBudgets.chosen": LAST,
     "TargetBudgets.requested": LAST,
+    "PromptLog._file": WRITTEN,
+    "PromptLog._warnings": WRITTEN,
     "Loop._idle.self": LAST,
     "Loop._run.timer": LAST,
     "Metrics._accepted_at": RATES,
@@ -346,7 +349,11 @@ async def test_everything_that_outlives_a_request_is_named_here(
 ) -> None:
     kv = {"host_bytes": 1 << 19, "disk_directory": str(tmp_path / "disk")} if method == "none" else {}
     is_lossless = CASES.get(method, MethodCase()).is_lossless
-    async with two_keys(configuration(directories, method, **kv)) as clients:
+    settings = configuration(directories, method, **kv)
+    if kv:
+        changes = {"draft.prompt_log_directory": str(tmp_path / "log")}
+        settings = load_configuration(settings.model_dump(mode="json"), changes)
+    async with two_keys(settings) as clients:
 
         async def act(first: int) -> None:
             await use(clients, first, constrains=is_lossless)
@@ -357,6 +364,7 @@ async def test_everything_that_outlives_a_request_is_named_here(
         await settled()
         found = await changed_by(act)
     assert not unnamed(found), f"{method}: name them, with a trial of two keys or a reason: {unnamed(found)}"
+    assert not kv or list((tmp_path / "log").iterdir())
 
 
 @pytest.mark.parametrize("placement", ["target", "drafter"])

@@ -16,6 +16,7 @@ from cluster.core.config.draft_section import LearnsFrom
 from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import LimitsSection
 from cluster.core.errors import InvalidRequest
+from cluster.generation.prompt_log import PromptLog
 from cluster.generation.servicer import GenerationServicer
 from cluster.ingress.access.grpc_access import AccessInterceptor
 from cluster.ingress.access.key_ring import KeyRing
@@ -82,9 +83,10 @@ async def serving(
     keys: KeyRing | None = None,
     tls: PublicTlsSection | None = None,
     learns_from: LearnsFrom = "none",
+    prompt_log: PromptLog | None = None,
 ) -> AsyncIterator[BothApis]:
     """Serve both APIs. With `keys`, they demand API keys, and `OWN_KEY` is the key of the server itself."""
-    generation, engine, _ = fake_service(directory, limits=LIMITS, learns_from=learns_from)
+    generation, engine, _ = fake_service(directory, limits=LIMITS, learns_from=learns_from, prompt_log=prompt_log)
     interceptors = () if keys is None else (AccessInterceptor(keys),)
     public = PublicOptions(tls)
     async with WireServer(

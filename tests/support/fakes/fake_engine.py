@@ -26,6 +26,7 @@ from cluster.core.request import Commit, FinishReason, GenerationRequest, TokenL
 from cluster.core.sequence import Sequence as Record
 from cluster.core.tree import TokenTree
 from cluster.core.verification import TargetInfo, Verdict
+from cluster.generation.prompt_log import PromptLog
 from cluster.generation.service import GenerationService
 from cluster.generation.servicer import GenerationServicer
 from cluster.generation.text.tokenizer import Tokenizer
@@ -263,6 +264,7 @@ def fake_service(
     block: int = 3,
     limits: LimitsSection | None = None,
     learns_from: LearnsFrom = "none",
+    prompt_log: PromptLog | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> tuple[GenerationService, ScriptedEngine, Tokenizer]:
     """A generation service over an engine that generates `text`.
@@ -274,7 +276,12 @@ def fake_service(
         tokenizer = _tokenizer()
     engine = ScriptedEngine(script_of(tokenizer, text), block)
     service = GenerationService(
-        engine, tokenizer, limits or LimitsSection(), created=1_700_000_000, learns_from=learns_from
+        engine,
+        tokenizer,
+        limits or LimitsSection(),
+        created=1_700_000_000,
+        learns_from=learns_from,
+        prompt_log=prompt_log,
     )
     return service, engine, tokenizer
 

@@ -14,12 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.core.config.draft_section import DraftSection
 from cluster.wire.peer_access import OPEN, PeerAccess
 from deploy.doctor.environment import (
     folder_finding,
     gpu_finding,
     package_finding,
     processor,
+    prompt_log_findings,
     python_finding,
     shared_memory_finding,
 )
@@ -75,6 +77,17 @@ def test_a_folder_of_code_that_others_may_write_to_is_a_problem(tmp_path: Path) 
     assert not folder_finding(tmp_path).is_problem
     tmp_path.chmod(0o775)
     assert "chmod go-w" in str(folder_finding(tmp_path).remedy)
+
+
+def test_a_directory_for_prompts_that_others_may_write_to_is_a_problem(tmp_path: Path) -> None:
+    assert not list(prompt_log_findings(DraftSection()))
+    draft = DraftSection(prompt_log_directory=str(tmp_path))
+    tmp_path.chmod(0o755)
+    assert list(prompt_log_findings(draft)) == [Finding("draft.prompt_log_directory", str(tmp_path))]
+    tmp_path.chmod(0o775)
+    (found,) = prompt_log_findings(draft)
+    assert found.is_problem
+    assert "chmod go-w" in found.found
 
 
 @pytest.mark.parametrize("path", ["./nothing", "no-such-name", "file.gguf"])

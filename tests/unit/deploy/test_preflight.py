@@ -155,6 +155,45 @@ def test_a_server_that_demands_certificates_needs_one_for_itself(tmp_path: Path)
     check(client_certificate=own, client_key=own_key)
 
 
+@pytest.mark.parametrize("ray_address", [None, "auto"])
+def test_a_directory_for_prompts_must_be_this_users_alone_where_the_server_runs(
+    tmp_path: Path, ray_address: str | None
+) -> None:
+    file, shared = tmp_path / "file", tmp_path / "shared"
+    file.write_text("")
+    shared.mkdir()
+    shared.chmod(0o777)
+    needed = "draft.prompt_log_directory: needed the directory {} of this user, or room to make it, found "
+
+    def check(directory: Path) -> None:
+        ports = ["server.http_port=0", "server.grpc_port=0", f"draft.prompt_log_directory={directory}"]
+        variables = {} if ray_address is None else {"PILOTFISH_RAY_ADDRESS": ray_address}
+        preflight.check_files(load_settings(None, ports, variables))
+
+    check(tmp_path / "new" / "log")
+    for directory, found in ((file / "log", f"the file {file}"), (shared, f"{shared}: others may write to it")):
+        if ray_address is not None:  # it is on another machine
+            check(directory)
+            continue
+        with pytest.raises(ConfigurationError) as refused:
+            check(directory)
+        assert needed.format(directory) + found in str(refused.value)
+
+
+def test_a_directory_for_prompts_is_refused_for_an_encoder_decoder_model(tmp_path: Path) -> None:
+    directory = model_directory(tmp_path / "m")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": True}))
+    configuration = load_configuration({}, {"draft.prompt_log_directory": str(tmp_path), "target.device": "cpu"})
+
+    line = only(preflight.model_problems(configuration, plan(configuration, [LAPTOP]), [LAPTOP], directory, None))
+
+    assert line == (
+        "draft.prompt_log_directory: needed no value for an encoder-decoder model, whose sources are no chats, "
+        "found one; leave it out"
+    )
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 6])
 def test_ranks_that_divide_the_heads_are_no_problem(tmp_path: Path, ranks: int) -> None:
     assert not list(preflight.head_problems(model_directory(tmp_path / "m"), ranks))

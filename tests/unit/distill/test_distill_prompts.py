@@ -134,6 +134,47 @@ class TestReading:
 
         assert (prompt.line, prompt.system, prompt.turns) == (2, "Be brief.", ("Hi",))
 
+    def test_a_conversation_that_another_one_continues_is_left_out(self, tmp_path: Path) -> None:
+        rows = [
+            {"turns": ["a"]},
+            {"turns": ["a", "b"]},
+            {"turns": ["a"], "system": "Be brief."},
+            {"turns": ["a", "c"]},
+            {"turns": ["a"]},
+            {"turns": ["b"]},
+            {"turns": ["b"]},
+        ]
+
+        found = read_prompts(write(tmp_path / "p.jsonl", *rows))
+
+        assert [(prompt.line, prompt.turns) for prompt in found] == [
+            (2, ("a", "b")),
+            (3, ("a",)),
+            (4, ("a", "c")),
+            (6, ("b",)),
+            (7, ("b",)),
+        ]
+
+    @pytest.mark.parametrize("end", ["{", '{"prompt": "a', '{"messages": [{"role": "user", "content": "a"}'])
+    def test_a_file_may_end_within_an_object_but_not_go_on_after_it(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
+    ) -> None:
+        file = tmp_path / "p.jsonl"
+        file.write_text(f'{{"prompt": "fine"}}\n{end}')
+
+        assert [prompt.turns for prompt in read_prompts(file)] == [("fine",)]
+        assert f"{file}, line 2 is left out: the file ends within it" in caplog.text
+        file.write_text(f'{{"prompt": "fine"}}\n{end}\n')
+        with pytest.raises(ConfigurationError, match="line 2: needed JSON"):
+            read_prompts(file)
+
+    def test_a_last_line_that_is_no_object_is_refused_also_without_its_end(self, tmp_path: Path) -> None:
+        file = tmp_path / "p.jsonl"
+        file.write_text('{"prompt": "fine"}\nfine')
+
+        with pytest.raises(ConfigurationError, match="line 2: needed JSON"):
+            read_prompts(file)
+
     def test_every_line_of_a_text_file_is_a_prompt(self, tmp_path: Path) -> None:
         (tmp_path / "p.txt").write_text('One?\n\n  {"prompt": "Two"}\r\n', encoding="utf-8")
 

@@ -23,7 +23,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (None, "needed a readable JSONL or text file; .*No such file"),
         ("", "at least one prompt, found none"),
-        ('{"turns": ["a"]}\n{', "line 2: needed JSON"),
+        ('{"turns": ["a"]}\n{\n', "line 2: needed JSON"),
         ('{"turns": []}', "line 1: turns: needed at least one text"),
         ("[1]", "line 1: needed an object"),
         ('{"system": "a"}', "at least one question, found system messages alone"),
