@@ -66,7 +66,8 @@ from workers.model.stored.loading import load_stored
 from workers.model.stored.quantized_checkpoint import quantization_of
 from workers.model.stored.source import stored_file
 from workers.model.target_ends import decoder_vocabulary_size, read_config
-from workers.model.trial import Trial, verdict_file
+from workers.model.trial import Trial
+from workers.model.verdicts import verdict_file
 from workers.ranks import AnotherRankFailed, found_by_all, least_of_all_ranks, try_together
 from workers.transfer import launch_on
 

@@ -8,47 +8,26 @@ verdict is kept in the directory of the compiled kernels.
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
-from importlib.metadata import version
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cluster.core.config.model_section import ModelSection, PoolSection
-from cluster.core.errors import ModelLoadError
-from cluster.core.tree import EMPTY_TREE, TokenTree
+from cluster.core.config.model_section import PoolSection
 from workers.forward.adapters.registry import dense_attentions
 from workers.forward.attention import UnsupportedModel
-from workers.forward.code_folder import folder_fault, is_private_file, make_private_folder
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.probe import attention_named
-from workers.forward.runner import ForwardRow, ModelRunner
-from workers.kv.groups import group_layers
-from workers.kv.pool import KvPool
-from workers.kv.sources import SourceStore
-from workers.model.kept_files import code_digest, model_state
 from workers.model.latents import expanded
+from workers.model.trial_steps import run_steps, trial_texts, trial_token
+from workers.model.verdicts import keep_verdict, read_verdict
 from workers.ranks import least_of_all_ranks
 
-logger = logging.getLogger(__name__)
-
-FOLDER = "trials"
-_CODE = ("forward/**/*.py", "forward/native/*.[ch]", "kv/*.py", "model/**/*.py", "ranks.py")
-_BLOCK_SIZE, _BLOCKS_PER_TABLE = 4, 40
-_STRIDE = 7919  # a prime: it spreads the trial's tokens over the vocabulary
-_FIRST_TOKEN = 4
-_TEXT, _NEIGHBOR, _SOURCE = 12, 9, 7
-"""Tokens of the trial's two texts, and of the source of an encoder."""
-_STORED = 6
-"""Tokens of the text that are stored before a chain or a tree."""
-_PATHS = ((3, 4, 5), (1,))
-"""Numbers of the tokens of the tree's branches. They meet where a small vocabulary gives them one token."""
+_SOURCE = 7
+"""Tokens of the source of an encoder."""
+_BLOCK_SIZE = 4
 
 _MAX_RELATIVE_ERROR = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Bounds on |found - expected| / |expected| of a token's logits, both less their mean.
@@ -75,36 +54,6 @@ class Expected:
         raise KeyError(text)
 
 
-@dataclass(frozen=True, slots=True)
-class _Texts:
-    """The tokens of the trial."""
-
-    text: tuple[int, ...]
-    neighbor: tuple[int, ...]
-    tree: TokenTree
-    """Tree that grows from the first `_STORED` tokens of the text and one more."""
-
-    @property
-    def branches(self) -> list[tuple[int, ...]]:
-        """The text before the tree with each path to a leaf."""
-        return [(*self.text[: _STORED + 1], *path) for path in self.tree.candidates()]
-
-
-def _texts(vocabulary: int) -> _Texts:
-    paths = [tuple(_token(2 * _TEXT + number, vocabulary) for number in path) for path in _PATHS]
-    return _Texts(
-        tuple(_token(index, vocabulary) for index in range(_TEXT)),
-        tuple(_token(_TEXT + index, vocabulary) for index in range(_NEIGHBOR)),
-        TokenTree.from_candidates(paths, sum(map(len, paths))),
-    )
-
-
-def _token(number: int, vocabulary: int) -> int:
-    """One of the vocabulary's tokens. The first few are avoided: padding among them has a meaning of its own."""
-    first = min(_FIRST_TOKEN, vocabulary - 1)
-    return first + (number + 1) * _STRIDE % (vocabulary - first)
-
-
 class Trial:
     """The trial of one model that is being loaded."""
 
@@ -121,14 +70,14 @@ class Trial:
 
         `source_vocabulary` counts the tokens of its encoder, 0 without one. All ranks call this together.
         """
-        known = self._verdict is not None and _is_trusted(self._verdict)
+        known = read_verdict(self._verdict) is not None
         self._expected = None
         if least_of_all_ranks(int(known), ranks):
             return
         source: tuple[int, ...] = ()
         if source_vocabulary:
-            source = tuple(_token(index, source_vocabulary) for index in range(_SOURCE))
-        texts = _texts(vocabulary)
+            source = tuple(trial_token(index, source_vocabulary) for index in range(_SOURCE))
+        texts = trial_texts(vocabulary)
         rows = [texts.text, texts.neighbor, *texts.branches]
         longest = max(map(len, rows))
         ids = {"input_ids": [(*row, *[row[-1]] * (longest - len(row))) for row in rows]}  # no token sees later ones
@@ -162,105 +111,19 @@ class Trial:
                     f"{kind}, it computes other logits than in one dense pass (relative error {error:.2g}, at most "
                     f"{bound} are allowed), so its answers would be wrong"
                 )
-        self._keep(model.name)
-
-    def _keep(self, model: str) -> None:
-        """Record that the trial was passed. Without the record, the next start tries the model again."""
-        if self._verdict is None:
-            return
-        try:
-            make_private_folder(self._verdict.parent.parent)
-            make_private_folder(self._verdict.parent)
-            partial = self._verdict.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps({"model": model, "verdict": "equal to the dense pass"}), "utf-8")
-            partial.chmod(0o600)  # whatever the umask is
-            partial.replace(self._verdict)
-        except OSError as error:
-            logger.info("the verdict on %s is not kept: %s", model, error)
-
-
-def _is_trusted(verdict: Path) -> bool:
-    """Whether there is a verdict, and nobody else may have written it."""
-    try:
-        folders = (verdict.parent, verdict.parent.parent)
-        return is_private_file(verdict) and all(folder_fault(folder) is None for folder in folders)
-    except OSError:
-        return False
+        keep_verdict(self._verdict, {"model": model.name, "verdict": "equal to the dense pass"})
 
 
 @torch.inference_mode()
 def _step_errors(model: LoadedModel, expected: Expected) -> dict[str, list[float]]:
     """Relative errors of the logits, by kind of step."""
-    texts = _texts(model.vocabulary_size)
-    steps = _Steps(replace(model, uses_cuda_graphs=False), expected)
-    alone, text, length = steps.table(), texts.text, _STORED
-    single = [steps.run([(alone, (token,), EMPTY_TREE)]) for token in text[:length]]
-    errors = {"token by token": [error for found in single for error in found]}
-    chunked, beside, chained, branched = (steps.table() for _ in range(4))
-    steps.run([(beside, texts.neighbor[:5], EMPTY_TREE)])
-    first, second = (chunked, text[:length], EMPTY_TREE), (beside, texts.neighbor[5:], EMPTY_TREE)
-    errors["in chunks beside another row"] = [
-        *steps.run([first, second]),
-        *steps.run([(chunked, text[length:], EMPTY_TREE)]),
-    ]
-    steps.run([(chained, text[:length], EMPTY_TREE), (branched, text[:length], EMPTY_TREE)])
-    chain = TokenTree.chain(text[length + 1 :])
-    errors["in a chain"] = steps.run([(chained, (text[length],), chain)])
-    errors["in a tree"] = steps.run([(branched, (text[length],), texts.tree)])
+    errors: dict[str, list[float]] = {}
+    for found in run_steps(model, PoolSection(block_size=_BLOCK_SIZE), expected.source):
+        whole = expected.after(found.text)
+        first = model.vocabulary_offset if len(whole) != len(found.logits) else 0  # of this rank's part
+        own = whole[first : first + len(found.logits)]
+        errors.setdefault(found.kind, []).append(_relative_error(found.logits, own))
     return errors
-
-
-class _Steps:
-    """Runs steps of a model over a pool of its own, and compares their logits."""
-
-    def __init__(self, model: LoadedModel, expected: Expected) -> None:
-        section = PoolSection(block_size=_BLOCK_SIZE)
-        tables = group_layers(model.kv_spec, section).layout.tables
-        self._pool = KvPool(model.kv_spec, section, tables * _BLOCKS_PER_TABLE)
-        self._runner = ModelRunner(model, self._pool)
-        self._expected = expected
-        self._offset = model.vocabulary_offset
-        self._stored: dict[int, tuple[int, ...]] = {}
-        self._tables: list[Any] = []
-        self._source = None
-        if expected.source:
-            store = SourceStore(self._pool)
-            self._source = store.acquire(expected.source, "")
-            self._runner.encode([self._source], store)
-
-    def table(self) -> int:
-        """A new sequence."""
-        self._tables.append(self._pool.new_table())
-        self._stored[len(self._tables) - 1] = ()
-        return len(self._tables) - 1
-
-    def run(self, rows: Sequence[tuple[int, tuple[int, ...], TokenTree]]) -> list[float]:
-        """Run (sequence, tokens, tree) as one step and commit the tokens. Returns the relative error of each token."""
-        step = [
-            ForwardRow(self._tables[sequence], tokens, tree, tuple(range(len(tokens) + len(tree))), source=self._source)
-            for sequence, tokens, tree in rows
-        ]
-        for row in step:
-            self._pool.reserve(row.table, row.end)
-        found = self._runner.forward(step).float()
-        for row in step:
-            self._runner.commit(row)
-        return [
-            _relative_error(logits, self._share(self._expected.after(text), len(logits)))
-            for logits, text in zip(found, self._selected(rows), strict=True)
-        ]
-
-    def _share(self, logits: torch.Tensor, width: int) -> torch.Tensor:
-        """This rank's part of the logits, where the dense pass computed those of all ranks."""
-        return logits if len(logits) == width else logits[self._offset : self._offset + width]
-
-    def _selected(self, rows: Sequence[tuple[int, tuple[int, ...], TokenTree]]) -> Iterator[tuple[int, ...]]:
-        """The text up to each token of the rows. Remembers the tokens that are now committed."""
-        for sequence, tokens, tree in rows:
-            before = self._stored[sequence]
-            self._stored[sequence] = text = (*before, *tokens)
-            yield from (text[: length + 1] for length in range(len(before), len(text)))
-            yield from ((*text, *tree.path_tokens(node)) for node in range(len(tree)))
 
 
 def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -268,21 +131,3 @@ def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     found, expected = (part.double() - part.double().mean() for part in (found, expected))
     least = torch.finfo(torch.float32).tiny
     return float((found - expected).norm() / expected.norm().clamp(min=least))
-
-
-def verdict_file(section: ModelSection, ranks: int, device: torch.device) -> Path | None:
-    """Where the verdict of a trial that was passed is kept. The name covers all that the trial depends on."""
-    if section.compile_directory is None:
-        return None
-    try:
-        weights, states = model_state(section)
-    except (OSError, ModelLoadError):  # loading the model says what is wrong
-        return None
-    included = {"dtype", "load_format", "max_context_len", "quantization", "enable_expert_parallel"}
-    settings = section.model_dump(mode="json", include=included)
-    is_cpu = device.type == "cpu"
-    processor = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device)
-    parts = [weights, states, settings, ranks, device.type, processor, code_digest(_CODE)]
-    parts += [torch.__version__, version("transformers")]
-    key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return Path(section.compile_directory) / FOLDER / f"{key}.json"

@@ -20,6 +20,7 @@ from workers.kv.pool_size import blocks_that_fit
 from workers.kv.start_memory import populate, release_free_memory
 from workers.model.drafting.fusion import load_fusion
 from workers.model.fingerprint import fingerprint, weights_digest
+from workers.model.kv_effect import state_kv_effect
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
 from workers.ranks import bound_collectives, failing_together, is_equal_on_all, least_of_all_ranks
 from workers.sampling.acceptance import create_rule
@@ -75,6 +76,7 @@ def _make(
         raise ConfigurationError(
             f"target.kv.dtype: {section.kv.dtype} is refused; it must be auto for an encoder-decoder model"
         )
+    state_kv_effect(section, model, rank)
     if section.symmetric_memory == "on":
         _reduce_through_symmetric_memory(section, model, rank)
     fuse = None if rank else _fusion(section, model.device)  # before the pool takes the memory that is left

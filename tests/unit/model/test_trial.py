@@ -19,7 +19,7 @@ from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.model.loading import load_model
-from workers.model.trial import FOLDER
+from workers.model.verdicts import FOLDER
 from workers.verify.build import build_engine
 
 SHAPE: dict[str, Any] = {

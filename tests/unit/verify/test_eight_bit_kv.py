@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from cluster.core.request import SequenceStart
 from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.engine_sequence import GREEDY, drafts_near, generate, sequence_on, some_tokens
+from tests.support.engines.kept_kernels import KEPT
 from tests.support.models import tiny
 from tests.support.models.model_cases import WINDOW, ModelCase, gemma3
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -181,3 +186,41 @@ def logits_of(section: TargetSection, tokens: tuple[int, ...]) -> torch.Tensor:
         found.append(runner.forward([row]).float().clone())
         runner.commit(row)
     return found[1]
+
+
+EFFECT = re.compile(r"keys and values in (\w+) move logits by at most ([0-9.e-]+)% of their range")
+MOST_PERCENT = {"int8": 2.0, "fp8": 6.0}
+
+
+def stated_at_load(section: TargetSection, caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """What a start says of each type of stored keys and values: the type, and percent of the logits' range."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        build_engine(section).close()
+    for thread in threading.enumerate():
+        if thread.name == "packed-weights":
+            thread.join()  # the next start reads them
+    return EFFECT.findall(caplog.text)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize("kv", ["int8", "fp8"])
+def test_a_start_states_how_far_the_type_moves_logits_and_the_next_one_repeats_it(
+    kv: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny.save(tmp_path, tiny.llama(), sharpness=4.0)
+    code = {"compile_directory": str(KEPT)}
+    assert stated_at_load(section_of(directory, **code, **{"kv.dtype": "auto"}), caplog) == []
+    section = section_of(directory, **code, **{"kv.dtype": kv})
+    ((named, percent),) = stated_at_load(section, caplog)
+    assert "packed weights read" in caplog.text  # so that no trial was run
+    assert named == kv
+    assert 0.01 < float(percent) < MOST_PERCENT[kv]
+
+    def measured(*_: object) -> float:
+        raise RuntimeError("it was measured already")
+
+    monkeypatch.setattr("workers.model.kv_effect.kv_effect", measured)
+    assert stated_at_load(section, caplog) == [(kv, percent)]
+    with pytest.raises(RuntimeError, match="measured already"):
+        build_engine(section_of(directory, **code, **{"kv.dtype": {"int8": "fp8", "fp8": "int8"}[kv]}))
