@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,65 @@ def compressed_packed(
         return parts, (integers - zeros[:, group]) * scales[:, group].float()
 
     return quantize
+
+
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+NF4: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def checkpoints(group: int, block: tuple[int, int]) -> dict[str, tuple[Quantize, dict[str, Any]]]:
+    """Arguments of `save` for every format, by its name.
+
+    A scale belongs to `group` inputs, and in FP8 to a `block` of outputs and inputs.
+    """
+
+    of_gptq = partial(gptq_settings, group_size=group)
+    packed, fp8_scale, sizes = compressed_packed, "weight_scale", {"weight_block_size": [*block]}
+    blocks = {"strategy": "block", "block_structure": [*block]}
+    return {
+        "awq": (awq(group), AWQ | {"group_size": group}),
+        "gptq 4 bits": (gptq(4, group), of_gptq(4)),
+        "gptq 4 bits symmetric": (gptq(4, group, symmetric=True), of_gptq(4, sym=True)),
+        "gptq 4 bits v2": (gptq(4, group, version=2), of_gptq(4, checkpoint_format="gptq_v2")),
+        "gptq 8 bits": (gptq(8, group), of_gptq(8)),
+        "gptq 3 bits": (gptq(3, group), of_gptq(3)),
+        "gptq 2 bits": (gptq(2, group), of_gptq(2)),
+        "gptq in activation order": (gptq(4, group, shuffled=True), of_gptq(4, desc_act=True)),
+        "compressed-tensors 4 bits": (packed(4, group), compressed_settings(4)),
+        "compressed-tensors 4 bits symmetric": (packed(4, group, symmetric=True), compressed_settings(4)),
+        "compressed-tensors 8 bits": (packed(8, group, symmetric=True), compressed_settings(8)),
+        "compressed-tensors 8 bits plain zeros": (packed(8, group, plain_zeros=True), compressed_settings(8)),
+        "compressed-tensors in activation order": (packed(4, group, shuffled=True), compressed_settings(4)),
+        "compressed-tensors int8": (compressed_int8, compressed_settings(8, "int-quantized")),
+        "bitsandbytes nf4": (nf4(group), NF4),
+        "bitsandbytes nf4 nested": (nf4(group, nested=True), NF4),
+        "bitsandbytes 8 bits": (bitsandbytes_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        "fp8 in blocks": (fp8(*block), FP8 | sizes),
+        "fp8 per tensor": (fp8(0, 0), FP8 | {"weight_block_size": None}),
+        "fbgemm fp8 per channel": (fp8(1, 0, fp8_scale), {"quant_method": "fbgemm_fp8"}),
+        "compressed-tensors fp8 per channel": (fp8(1, 0, fp8_scale), compressed_fp8_settings()),
+        "compressed-tensors fp8 per tensor": (fp8(0, 0, fp8_scale), compressed_fp8_settings(strategy="tensor")),
+        "compressed-tensors fp8 in blocks": (fp8(*block, fp8_scale), compressed_fp8_settings(**blocks)),
+    }
+
+
+def gptq_settings(bits: int, **values: Any) -> dict[str, Any]:
+    """What `config.json` says of weights of GPTQ."""
+    return {"quant_method": "gptq", "bits": bits, "group_size": 32} | values
+
+
+def compressed_settings(bits: int, form: str = "pack-quantized") -> dict[str, Any]:
+    """What `config.json` says of whole numbers of compressed-tensors."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "strategy": "group"}}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+def compressed_fp8_settings(**values: Any) -> dict[str, Any]:
+    """What `config.json` says of 8-bit floats of compressed-tensors."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"} | values
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
 
 
 def _symmetric(weight: torch.Tensor, group: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:

@@ -1,41 +1,50 @@
 """How exact each storage is: its perplexity, and its agreement with the de-quantized weights in float32.
 
-Both models read the same tokens: texts of the prompts file, and what the de-quantized weights answer to them. At each
-position the best tokens are compared, which are those that greedy decoding would write.
+Both models read the same tokens: texts of the prompts file, and what the de-quantized packaged weights answer to them.
+At each position the best tokens are compared, which are those that greedy decoding would write. A storage that the
+packaged file does not have is written anew, and compared with its own de-quantized weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.target_section import TargetSection
+from cluster.core.errors import ConfigurationError
 from cluster.generation.text.chat_messages import Message
 from deploy.bench.agreement.positions import Agreement, Text, TextAgreement, compare
 from tests.bench.decoding import decoding
 from tests.bench.options import SPEC_BENCH, Options, file_prompts
 from tests.bench.report import heading, table, write
+from tests.bench.sections.target.stored_formats import FORMATS, USUAL, written
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.runner import ForwardRow, ModelRunner
+from workers.forward.runner import ForwardRow, ModelRunner, choose_attention
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 
-REFERENCE = ("target.quantization=none", "target.dtype=float32")
+_FULL_KV = ("target.kv.dtype=auto", "target.kv.window=null")
+_STORED = ("target.quantization=stored", "target.dtype=float32")
+REFERENCE = ("target.quantization=none", "target.dtype=float32", *_FULL_KV)
 VARIANTS = {
-    "stored-float32": ("target.quantization=stored", "target.dtype=float32"),
+    "stored-float32": _STORED,
     "stored-bfloat16": ("target.quantization=stored", "target.dtype=bfloat16"),
     "bfloat16": ("target.quantization=none", "target.dtype=bfloat16"),
     "int8": ("target.quantization=int8", "target.dtype=bfloat16"),
+    "stored-kv-int8": (*_STORED, "target.kv.dtype=int8"),
+    "stored-kv-fp8": (*_STORED, "target.kv.dtype=fp8"),
 }
-PROMPTS, QUICK_PROMPTS = 16, 2
+PROMPTS, QUICK_PROMPTS, FORMAT_PROMPTS = 16, 2, 4
+"""Prompts for the packaged file, in a quick run, and for each format that is written anew."""
 TEXT_TOKENS = 256
 """Most tokens of a text that are compared."""
-_BLOCK = 16
+Sources = Mapping[str, Sequence[Text]]
+"""Texts by where they come from."""
 
 
 class ReadingModel:
@@ -43,21 +52,34 @@ class ReadingModel:
 
     device = torch.device("cpu")
 
-    def __init__(self, section: ModelSection) -> None:
-        self._model: LoadedModel = load_model(section)
+    def __init__(self, section: TargetSection) -> None:
+        """Raises `ConfigurationError` for a target of several ranks."""
+        if section.tensor_parallel > 1:
+            raise ConfigurationError(
+                f"target.tensor_parallel: {section.tensor_parallel} is refused; for `quality` it must be 1"
+            )
+        self._backend = section.attention_backend
+        self._model: LoadedModel = load_model(section, max_context_len=section.max_context_len)
+        alone = {"prefix_cache": False, "host_bytes": 0, "disk_directory": None}
+        self._kv = section.kv.model_copy(update=alone)
         self.logits = torch.empty(0)
         """The logits of the last text, `[tokens, vocabulary]`."""
 
     def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
-        """Read one text, `[1, tokens]`. Its keys and values are not kept."""
+        """Read one text, `[1, tokens]`, in two steps: the second one reads what the first one stored."""
         tokens = tuple(input_ids[0].tolist())
-        section = PoolSection(block_size=_BLOCK)
-        tables = group_layers(self._model.kv_spec, section, truncatable=False).layout.tables
-        pool = KvPool(self._model.kv_spec, section, tables * -(-len(tokens) // _BLOCK))
-        place = pool.new_table()
-        pool.reserve(place, len(tokens))
-        rows = [ForwardRow(place, tokens, select=tuple(range(len(tokens))))]
-        self.logits = ModelRunner(self._model, pool).forward(rows).float().clone()
+        spec = self._model.kv_spec
+        blocks = group_layers(spec, self._kv).layout.tables * -(-len(tokens) // self._kv.block_size)
+        pool = KvPool(spec, self._kv, blocks)
+        runner = ModelRunner(self._model, pool, attention=choose_attention(self._model, pool, self._backend))
+        place, half = pool.new_table(), len(tokens) // 2
+        found = []
+        for part in filter(None, (tokens[:half], tokens[half:])):
+            row = ForwardRow(place, part, select=tuple(range(len(part))))
+            pool.reserve(place, row.end)
+            found.append(runner.forward([row]).float().cpu().clone())
+            runner.commit(row)
+        self.logits = torch.cat(found)
         return SimpleNamespace(logits=self.logits.clone()[None])
 
 
@@ -85,7 +107,11 @@ def closeness(reference: ReadingModel, model: ReadingModel, texts: Sequence[Text
 def run(options: Options) -> None:
     """Measure and report."""
     heading("Quality of each storage, beside the de-quantized weights in float32")
-    sections = {name: _section(options, VARIANTS[name]) for name in options.variants or VARIANTS}
+    names = options.variants or (*VARIANTS, *(USUAL[:1] if options.quick else USUAL))
+    if unknown := [name for name in names if name not in VARIANTS and name not in FORMATS]:
+        raise ConfigurationError(
+            f"--variants: {', '.join(unknown)} is refused; needed some of {', '.join((*VARIANTS, *FORMATS))}"
+        )
     file = options.prompts_file or SPEC_BENCH
     prompts = file_prompts(file, QUICK_PROMPTS if options.quick else PROMPTS)
     plain = _section(options, REFERENCE)
@@ -95,12 +121,15 @@ def run(options: Options) -> None:
         "its greedy answers": _answers(options, plain, prompts),
     }
     write(f"{plain.path}; {len(prompts)} prompts of {file.name}, {options.answer_tokens} tokens of each answer")
-    reference = ReadingModel(plain)
     rows: list[list[str]] = []
-    for name, section in sections.items():
-        model = ReadingModel(section)
-        rows += [_row(name, source, closeness(reference, model, texts)) for source, texts in sources.items()]
-        write(f"{name} is compared")
+    if of_settings := [name for name in names if name in VARIANTS]:
+        reference = ReadingModel(plain)
+        for name in of_settings:
+            rows += _rows(name, reference, ReadingModel(_section(options, VARIANTS[name])), sources)
+        del reference
+    few = {source: texts[:FORMAT_PROMPTS] for source, texts in sources.items()}
+    for name in (name for name in names if name in FORMATS):
+        rows += _rows_of_format(options, plain, name, few)
     table(
         (
             *("weights", "on", "positions", "perplexity", "of the reference", "÷"),
@@ -111,7 +140,23 @@ def run(options: Options) -> None:
 
 
 def _section(options: Options, settings: Sequence[str]) -> TargetSection:
-    return options.configuration(*settings).target.model_copy(update={"compile": "off"})
+    """The target with these settings over the chosen ones. Its layers are compiled only if that is asked for."""
+    section = options.configuration(*settings).target
+    return section.model_copy(update={"compile": "off"}) if section.compile == "auto" else section
+
+
+def _rows_of_format(options: Options, plain: TargetSection, name: str, sources: Sources) -> list[list[str]]:
+    """Lines for the model in a format that is written for this, and read in float32."""
+    section = _section(options, _STORED)
+    with written(Path(plain.path), name) as (stored, dequantized):
+        reference = ReadingModel(plain.model_copy(update={"path": str(dequantized)}))
+        return _rows(name, reference, ReadingModel(section.model_copy(update={"path": str(stored)})), sources)
+
+
+def _rows(name: str, reference: ReadingModel, model: ReadingModel, sources: Sources) -> list[list[str]]:
+    found = [_row(name, source, closeness(reference, model, texts)) for source, texts in sources.items()]
+    write(f"{name} is compared")
+    return found
 
 
 def _answers(options: Options, section: TargetSection, prompts: Sequence[str]) -> list[Text]:

@@ -27,6 +27,9 @@ from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.graph_replay import gemma3
 from tests.support.engines.stored_model import TEXT, check_close, check_kept, check_logits, load, logits
 from tests.support.models import quantized, tiny
+from tests.support.models.quantized import compressed_fp8_settings as compressed_fp8
+from tests.support.models.quantized import compressed_settings as compressed
+from tests.support.models.quantized import gptq_settings as gptq
 from tests.support.slow import slow_but
 from workers.forward.attention import register
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
@@ -45,52 +48,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 
 
-def gptq(bits: int, **values: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": 32} | values
-
-
-def compressed(bits: int, form: str = "pack-quantized") -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", "strategy": "group"}}}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
-
-
-def compressed_fp8(**values: Any) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel"} | values
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
-
-
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [64, 32]}
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
-CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
-    "awq": (quantized.awq(32), AWQ),
-    "gptq 4 bits": (quantized.gptq(4, 32), gptq(4)),
-    "gptq 4 bits symmetric": (quantized.gptq(4, 32, symmetric=True), gptq(4, sym=True)),
-    "gptq 4 bits v2": (quantized.gptq(4, 32, version=2), gptq(4, checkpoint_format="gptq_v2")),
-    "gptq 8 bits": (quantized.gptq(8, 32), gptq(8)),
-    "gptq 3 bits": (quantized.gptq(3, 32), gptq(3)),
-    "gptq 2 bits": (quantized.gptq(2, 32), gptq(2)),
-    "gptq in activation order": (quantized.gptq(4, 32, shuffled=True), gptq(4, desc_act=True)),
-    "compressed-tensors 4 bits": (quantized.compressed_packed(4, 32), compressed(4)),
-    "compressed-tensors 4 bits symmetric": (quantized.compressed_packed(4, 32, symmetric=True), compressed(4)),
-    "compressed-tensors 8 bits": (quantized.compressed_packed(8, 32, symmetric=True), compressed(8)),
-    "compressed-tensors 8 bits plain zeros": (quantized.compressed_packed(8, 32, plain_zeros=True), compressed(8)),
-    "compressed-tensors in activation order": (quantized.compressed_packed(4, 32, shuffled=True), compressed(4)),
-    "compressed-tensors int8": (quantized.compressed_int8, compressed(8, "int-quantized")),
-    "bitsandbytes nf4": (quantized.nf4(32), NF4),
-    "bitsandbytes nf4 nested": (quantized.nf4(32, nested=True), NF4),
-    "bitsandbytes 8 bits": (quantized.bitsandbytes_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "fp8 in blocks": (quantized.fp8(64, 32), FP8),
-    "fp8 per tensor": (quantized.fp8(0, 0), FP8 | {"weight_block_size": None}),
-    "fbgemm fp8 per channel": (quantized.fp8(1, 0, "weight_scale"), {"quant_method": "fbgemm_fp8"}),
-    "compressed-tensors fp8 per channel": (quantized.fp8(1, 0, "weight_scale"), compressed_fp8()),
-    "compressed-tensors fp8 per tensor": (quantized.fp8(0, 0, "weight_scale"), compressed_fp8(strategy="tensor")),
-    "compressed-tensors fp8 in blocks": (
-        quantized.fp8(64, 32, "weight_scale"),
-        compressed_fp8(strategy="block", block_structure=[64, 32]),
-    ),
-}
+AWQ, NF4, FP8 = quantized.AWQ, quantized.NF4, quantized.FP8 | {"weight_block_size": [64, 32]}
+CHECKPOINTS = quantized.checkpoints(32, (64, 32))
 FEW = ("awq", "gptq in activation order", "compressed-tensors 4 bits", "bitsandbytes nf4", "fp8 in blocks")
 """One checkpoint of each quantization method, for the tests that run on every change."""
 
