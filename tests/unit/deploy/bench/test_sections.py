@@ -15,10 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.core.config.model_section import ModelSection
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftRow, Proposal
-from deploy.bench.agreement.positions import Text
 from deploy.signals import SIGNALLED
 from tests.bench import __main__ as command
 from tests.bench import drafting
@@ -27,9 +25,8 @@ from tests.bench.processes import clusters
 from tests.bench.processes.role_process import Distant, Role
 from tests.bench.sections import round as round_section
 from tests.bench.sections.prefix import new_prompts
-from tests.bench.sections.target.quality import ReadingModel, closeness
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.models import stored_gguf, tiny, tiny_tokenizer
+from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
 
@@ -83,26 +80,6 @@ def test_a_target_drafts_on_a_core_of_its_own_and_reports_for_how_long(tmp_path:
         cluster = clusters.start_cluster(stack, configuration, on_core)
         drafting.measure(cluster, [(5, 6, 7, 8) * 4], 24, passes)
     assert passes.target_draft_seconds[0] > 0
-
-
-def test_stored_weights_agree_with_the_dequantized_ones_and_others_do_not(tmp_path: Path) -> None:
-    shape = {"hidden_size": 96, "intermediate_size": 96, "head_dim": 32}
-    kinds = {"embed_tokens": "Q8_0", "lm_head": "Q8_0"}
-    path, dequantized = stored_gguf.convert(tmp_path, "llama", tiny.llama(**shape), kinds)
-    dequantized.save_pretrained(tmp_path / "dequantized")
-
-    def model(directory: Path, quantization: str) -> ReadingModel:
-        values = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}
-        return ReadingModel(ModelSection.model_validate(values | {"quantization": quantization}))
-
-    reference, texts = model(tmp_path / "dequantized", "none"), [Text(tuple(range(3, 90)), 1), Text((5, 9, 7, 5), 2)]
-    stored = closeness(reference, model(path, "stored"), texts)
-    assert (stored.agreement.positions, stored.agreement.share_within(1)) == (86 + 2, 1.0)
-    assert stored.agreement.draft_perplexity == pytest.approx(stored.agreement.target_perplexity, rel=1e-3)
-    assert 0 < stored.largest_difference < 1e-3
-    other = closeness(reference, model(path, "none"), texts)  # the weights before they were quantized
-    assert other.agreement.share_within(1) < 1
-    assert other.largest_difference > 1e-2
 
 
 async def test_a_distant_drafter_answers_later_by_two_messages() -> None:
