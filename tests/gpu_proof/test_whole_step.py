@@ -394,7 +394,7 @@ def test_packed_70b_with_graphs_and_32768_tokens_fits_one_device_of_80_gb(monkey
         words = sum(one.nbytes - one.counters.nbytes for one in matrices)
         loaded = replace(loaded, uses_cuda_graphs=True)
         pool = KvPool(loaded.kv_spec, KvSection(block_size=16), tokens // 16)
-        stored = sum(stack.nbytes for stack in pool._stacks)
+        stored = sum(numbers.nbytes for numbers in (*pool.keys, *pool.values))
     numbers, table = 80 * 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672), 2 * 128256 * 8192
     assert words == numbers // 2 + numbers // 128 * 4
     assert read == words + table + 2 * (2 * 80 + 1) * 8192

@@ -177,7 +177,7 @@ STORES: dict[str, Trial] = {
     "KvPool.keys": finds_blocks,
     "KvPool.store": finds_blocks,
     "KvPool.values": finds_blocks,
-    "KvPool._stacks": finds_blocks,
+    "StackCopies._stacks": finds_blocks,
     "PrefixStates._entries": finds_blocks,  # states of recurrent layers have the keys of the blocks that they follow
     # drafts from earlier texts
     "OutputStore._indexes": drafts_the_text,
