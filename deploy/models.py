@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from os.path import expanduser
@@ -10,12 +11,15 @@ from pathlib import Path
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.sections import Configuration
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ModelLoadError
 from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from deploy.settings import code_directory
 from workers.model.formats.hub import draft_directory
 from workers.model.formats.registry import find_format, formats
 from workers.model.packaged.catalogue import PACKAGED_MODELS, prepared_before
+
+logger = logging.getLogger(__name__)
 
 ReportProgress = Callable[[str], None]
 """Called with a short description at the start of every stage of long work."""
@@ -51,11 +55,14 @@ def with_served_name(configuration: Configuration) -> Configuration:
 
 
 def resolve_models(configuration: Configuration, cache_directory: Path, report: ReportProgress) -> Models:
-    """Find, fetch or convert the configured models. Raises `ModelLoadError` with a remedy."""
-    configuration = with_settled_quantization(configuration)
+    """Find, fetch or convert the configured models, and settle `target.quantization`.
+
+    Raises `ModelLoadError` with a remedy.
+    """
     found = with_module_directories(configuration.draft, report)
     configuration = with_moved_fusion(configuration, configuration.draft, found)
-    target = _resolve(configuration.target, cache_directory, report)
+    section, target = _settled_target(configuration.target, cache_directory, report)
+    configuration = configuration.model_copy(update={"target": section})
     draft = None
     if configuration.draft.weights is not None:
         draft = _resolve(configuration.draft.weights, cache_directory, report)
@@ -67,24 +74,53 @@ def with_draft_directory(configuration: Configuration, cache_directory: Path) ->
 
     Of the target, a directory on this machine serves to compare vocabularies. Raises `ModelLoadError`.
     """
-    configuration = with_settled_quantization(configuration)
     section = configuration.target
-    prepared = prepared_before(section.path, cache_directory, stored=section.quantization == "stored")
-    target = prepared or Path(expanduser(section.path))
+    ways = {"auto": (True, False), "stored": (True,)}.get(section.quantization, (False,))
+    prepared = (prepared_before(section.path, cache_directory, stored=is_stored) for is_stored in ways)
+    target = next(filter(None, prepared), None) or Path(expanduser(section.path))
     weights = configuration.draft.weights
     draft = None if weights is None else _resolve(weights, cache_directory, lambda _: None)
     return _with_paths(configuration, target, draft, str(code_directory(cache_directory)))
 
 
-def with_settled_quantization(configuration: Configuration) -> Configuration:
-    """The configuration with another `target.quantization` than `auto`."""
-    target = configuration.target
-    if target.quantization != "auto":
-        return configuration
-    packaged = None if Path(target.path).is_dir() else PACKAGED_MODELS.get(target.path)
-    is_kept = packaged is not None and packaged.quantized and target.device == "cpu" and target.tensor_parallel == 1
-    settled = target.model_copy(update={"quantization": "stored" if is_kept else "none"})
-    return configuration.model_copy(update={"target": settled})
+def _settled_target(
+    section: TargetSection, cache_directory: Path, report: ReportProgress
+) -> tuple[TargetSection, Path]:
+    """The target's section with another `quantization` than `auto`, and its directory. Raises `ModelLoadError`."""
+    if section.quantization != "auto":
+        return section, _resolve(section, cache_directory, report)
+    kept, plain = (section.model_copy(update={"quantization": how}) for how in ("stored", "none"))
+    packaged = None if Path(section.path).is_dir() else PACKAGED_MODELS.get(section.path)
+    if packaged is not None and packaged.is_marian:
+        return plain, _resolve(plain, cache_directory, report)
+    source: Path | None = None
+    try:
+        directory = source = _resolve(kept, cache_directory, report)
+    except ModelLoadError as error:  # a GGUF file of another architecture, or no model at all
+        refusal = str(error)
+    else:
+        if packaged is not None and section.device == "cpu" and section.tensor_parallel == 1:
+            return kept, directory  # without an import that takes seconds
+        from workers.model.stored_choice import choose_stored
+
+        choice = choose_stored(section, directory, on_gpu=_is_on_gpu(section))
+        if choice.is_kept:
+            return kept, directory
+        refusal = choice.refusal
+        if not refusal and section.load_format == "auto":  # plain weights, or those that only another library reads
+            return plain, directory
+    found = _resolve(plain, cache_directory, report)
+    if refusal:
+        from workers.model.stored_choice import refusal_line
+
+        logger.warning("%s", refusal_line(section, source or found, found, refusal))
+    return plain, found
+
+
+def _is_on_gpu(section: TargetSection) -> bool:
+    from workers.model.devices import choose_device  # imports torch, which takes seconds
+
+    return section.device == "cuda" or choose_device(section.device, 0).type != "cpu"
 
 
 def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgress) -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.core.config.model_section import DTYPE_BYTES
 from cluster.core.config.sections import Configuration
+from workers.model.stored.source import may_stay_stored
 from workers.model.weight_files import config_values
 
 
@@ -107,7 +108,8 @@ def _balanced_prompts(configuration: Configuration) -> int:
 def _weight_bytes(configuration: Configuration) -> int:
     """Bytes of a weight. Stored ones have 8 bits or fewer; those with fewer are multiplied at a lower speed."""
     target = configuration.target
-    return 1 if target.quantization in ("int8", "stored") else DTYPE_BYTES[target.dtype]
+    is_kept = target.quantization == "auto" and may_stay_stored(target.path)
+    return 1 if is_kept or target.quantization in ("int8", "stored") else DTYPE_BYTES[target.dtype]
 
 
 def _experts(configuration: Configuration) -> _Experts | None:

@@ -83,8 +83,9 @@ class RankWriter:
         """Names the settings that hidden states depend on beside the weights; empty if all have their defaults."""
         target = self._configuration.target
         names = {"dtype", "window", "sinks"} if target.kv.window is not None else {"dtype"}
+        kept = {"dtype"} if target.quantization == "none" else {"dtype", "quantization"}
         changed = [
-            target.model_dump(mode="json", include={"dtype", "quantization"}, exclude_defaults=True),
+            target.model_dump(mode="json", include=kept, exclude_defaults=True),
             target.kv.model_dump(mode="json", include=names, exclude_defaults=True),
         ]
         return blake2b(json.dumps(changed, sort_keys=True).encode(), digest_size=4).hexdigest() if any(changed) else ""

@@ -486,7 +486,7 @@ class SingleProcess(ABC):
 
 def _is_computed_stored(directory: Path, device: torch.device) -> bool:
     """Whether the serving engine multiplies with a checkpoint's quantized weights on a device as they are stored."""
-    return is_dequantized(directory) and (device.type != "cuda" or QuantizedCheckpoint(directory).has_gpu_products())
+    return is_dequantized(directory) and (device.type != "cuda" or not QuantizedCheckpoint(directory).gpu_problem())
 
 
 def _print(line: str) -> None:

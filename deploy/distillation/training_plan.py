@@ -12,6 +12,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from deploy.distillation import dspark, eagle3
 from deploy.distillation.begun_draft import begun_card
@@ -45,6 +46,7 @@ from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsS
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape
 from workers.model.rank_bytes import rank_bytes
 from workers.model.stored.quantized_checkpoint import stored_bytes
+from workers.model.stored_choice import choose_stored
 from workers.model.target_ends import read_config
 
 RANKS = (1, 2, 4, 8)
@@ -294,6 +296,9 @@ def _stored_bytes(size: TargetSize, target: Path, quantization: str) -> int | No
     """
     if quantization == "int8":
         return size.whole - (size.parameters - size.ends // HALF)
+    if quantization == "auto":
+        section = TargetSection(path=str(target), dtype="bfloat16", tensor_parallel=size.ranks)
+        quantization = "stored" if choose_stored(section, target, on_gpu=True).is_kept else "none"
     if quantization == "stored" and size.ranks > 1:
         most = rank_bytes(target, "bfloat16", size.ranks, on_gpu=True)
         return None if most is None else size.ranks * most

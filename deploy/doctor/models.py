@@ -10,7 +10,6 @@ from pathlib import Path
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy.doctor.finding import Finding
-from deploy.models import with_settled_quantization
 from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from workers.model.description import Fault, directory_fault, gguf_fault
 from workers.model.formats.registry import find_format
@@ -20,8 +19,9 @@ from workers.model.stretch import parse_stretch
 
 def model_findings(configuration: Configuration, cache_directory: Path) -> Iterator[Finding]:
     """Where the target, the draft model and the drafting modules are."""
-    target = with_settled_quantization(configuration).target
-    yield model_finding("target.path", target.path, cache_directory, stored=target.quantization == "stored")
+    target = configuration.target
+    is_stored = target.quantization in ("auto", "stored")
+    yield model_finding("target.path", target.path, cache_directory, stored=is_stored)
     if target.span_nodes:
         network = "ranks may be on several nodes: they use the network between them for every layer"
         yield Finding("target.span_nodes", f"{network}, and each node needs the target at the same path")

@@ -69,6 +69,16 @@ def check_models(configuration: Configuration, placement: Placement, nodes: Sequ
         raise ConfigurationError("\n".join(problems))
 
 
+def on_planned_device(configuration: Configuration, nodes: Sequence[Resources]) -> Configuration:
+    """The configuration with the device that the target is planned on, which a process without a GPU does not see.
+
+    `target.quantization: auto` depends on it.
+    """
+    device = plan(configuration, nodes).target.device
+    target = configuration.target.model_copy(update={"device": device})
+    return configuration.model_copy(update={"target": target})
+
+
 def _on_node(node_id: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function in a task on a node. Raises the error that the function raises."""
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -85,6 +95,7 @@ def _resolve(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(values: Mapping[str, Any], nodes: Sequence[Resources]) -> list[str]:
-    models = resolve_models(load_configuration(values), cache_directory(), report=lambda _: None)
+    configuration = on_planned_device(load_configuration(values), nodes)
+    models = resolve_models(configuration, cache_directory(), report=lambda _: None)
     found, placement = models.configuration, plan(models.configuration, nodes)
     return [str(problem) for problem in model_problems(found, placement, nodes, models.target, models.draft)]

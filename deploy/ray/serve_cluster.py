@@ -27,7 +27,7 @@ from deploy.placement import Placement, Resources, plan
 from deploy.preflight import capacity_problems, model_problems, port_problems, raise_problems
 from deploy.ray.directory import drain
 from deploy.ray.log_stream import LogStream
-from deploy.ray.node_models import check_models
+from deploy.ray.node_models import check_models, on_planned_device
 from deploy.ray.nodes import cluster_nodes, without_claims
 from deploy.ray.start_ray import join_ray, start_local_ray
 from deploy.settings import Settings
@@ -254,7 +254,8 @@ class ServeCluster:
             self._report(f"finding {configuration.target.path} on a node")
             check_models(configuration, placement, self._nodes)
             return configuration, placement
-        models = resolve_models(self._configuration, self._settings.cache_directory, self._report)
+        found = on_planned_device(self._configuration, self._nodes)
+        models = resolve_models(found, self._settings.cache_directory, self._report)
         placement = plan(models.configuration, self._nodes)
         raise_problems(model_problems(models.configuration, placement, self._nodes, models.target, models.draft))
         return models.configuration, placement

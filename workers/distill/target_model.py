@@ -37,11 +37,12 @@ def device_name(device: torch.device) -> str:
 
 
 def _load(
-    kind: Any, directory: Path, device: torch.device, dtype: torch.dtype | Literal["auto"], **options: str
+    kind: Any, directory: Path, device: torch.device, dtype: torch.dtype | Literal["auto"], **options: Any
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     try:
-        target = load_complete(kind, directory, dtype=dtype, use_safetensors=True, device_map={"": device}, **options)
+        options |= {"dtype": dtype, "use_safetensors": True, "device_map": {"": device}}
+        target = load_complete(kind, directory, dequantizes=True, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model directory {str(directory)!r} cannot be loaded: {error}") from error
     target.eval().requires_grad_(False)

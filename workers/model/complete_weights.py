@@ -15,6 +15,7 @@ from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
 
 from cluster.core.errors import ModelLoadError, shorten
+from workers.model.stored.quantized_checkpoint import is_dequantized
 from workers.model.stored.source import stored_alone
 from workers.model.target_ends import named_tensors, outline, read_config
 from workers.model.weight_files import weight_files
@@ -29,13 +30,15 @@ _COMPUTED = "SinusoidalPositionalEmbedding"
 """Ends the names of classes whose weight `transformers` computes where the files lack it, as those of Pegasus do."""
 
 
-def load_complete(kind: Any, directory: Path, **options: Any) -> PreTrainedModel:
+def load_complete(kind: Any, directory: Path, *, dequantizes: bool = False, **options: Any) -> PreTrainedModel:
     """The model that `kind.from_pretrained(directory, **options)` loads. Raises `ModelLoadError`, and what it raises.
 
     A GGUF model whose directory has no weights is de-quantized from its file, to float32 unless `dtype` is another
-    type. Under tensor parallelism, all ranks raise for the same tensors.
+    type. With `dequantizes`, a checkpoint of GPTQ and the like is, too, and no library of its format is needed. Under
+    tensor parallelism, all ranks raise for the same tensors.
     """
-    if "gguf_file" not in options and stored_alone(directory) is not None:
+    is_read_here = dequantizes and is_dequantized(directory)
+    if is_read_here or ("gguf_file" not in options and stored_alone(directory) is not None):
         module, report = _dequantized(directory, options)
     else:
         module, report = kind.from_pretrained(directory, output_loading_info=True, **options)
@@ -58,19 +61,22 @@ def load_complete(kind: Any, directory: Path, **options: Any) -> PreTrainedModel
     if "gguf_file" not in options:
         biases = [name for name in report["unexpected_keys"] if _is_bias(name, parameters)]
         has_scales = getattr(module, "hf_quantizer", None) is not None
-        _check_numbers(directory, biases, frozenset() if has_scales else parameters)
+        _check_numbers(directory, biases, frozenset() if has_scales or is_read_here else parameters)
     loaded: PreTrainedModel = module
     return loaded
 
 
 def _dequantized(directory: Path, options: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """A GGUF model from its file, and what the file lacks of it."""
+    """A GGUF model from its file, or one that is stored quantized, and what the files lack of it."""
     config = read_config(directory)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     found = outline(config)
     tensors = dict(named_tensors(directory, found.shapes))
     loading: dict[str, Any] = {"config": config, "state_dict": tensors, "output_loading_info": True}
     module, report = cast("Any", found.kind).from_pretrained(None, **{**options, **loading})
-    module.generation_config = GenerationConfig.from_pretrained(directory)
+    if (directory / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(directory)
     return module, report
 
 

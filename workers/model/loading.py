@@ -65,6 +65,7 @@ from workers.model.share import Share
 from workers.model.stored.loading import load_stored
 from workers.model.stored.quantized_checkpoint import quantization_of
 from workers.model.stored.source import stored_file
+from workers.model.stored_choice import settled
 from workers.model.target_ends import decoder_vocabulary_size, read_config
 from workers.model.trial import Trial
 from workers.model.verdicts import verdict_file
@@ -108,6 +109,8 @@ def load_model(
     """
     device = choose_device(section.device, rank)
     launch_on(device)
+    if isinstance(section, TargetSection):
+        section = settled(section)
     request = _Request(
         section=section,
         config=read_config(Path(section.path)),

@@ -22,7 +22,7 @@ from workers.forward.weights.plain import PlainStorage
 from workers.model.sharding import complete_plan
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
-from workers.model.stored.loading import EXPERTS, Cut, Division, own_experts
+from workers.model.stored.loading import EXPERTS, Cut, Division, check_plain_experts, own_experts
 from workers.model.stored.mxfp4 import BLOCK, ExpertRegion
 from workers.model.stored.parts import Region, nbytes_of
 from workers.model.stored.quantized_checkpoint import SAMPLED_OUTPUTS, QuantizedCheckpoint, stored_checkpoint
@@ -146,6 +146,8 @@ class _Rank:
     def _experts(self, layer: Any, path: str) -> int | None:
         """Bytes of a rank's part of the experts of a mixture and of their biases; `None` for another layer."""
         if f"{path}.{EXPERTS[0]}_blocks" not in self._checkpoint:
+            if isinstance(getattr(layer, EXPERTS[0], None), nn.Parameter):
+                check_plain_experts(self._checkpoint, path)
             return None
         total = 0
         part, regions = own_experts(layer, gate_of(layer), path, self._share)

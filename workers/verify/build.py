@@ -41,6 +41,7 @@ def build_engine(
 
     Raises `ModelLoadError`, `ConfigurationError`.
     """
+    section = _settled(section)
     file = packed_file(section)
     packed = None if file is None else read_packed(section, file)
     with failing_together(section.tensor_parallel):
@@ -58,6 +59,15 @@ def build_engine(
         keep_packed(section, file, model)  # after the warm-up, whose times it would lengthen
     bound_collectives(section.step_timeout_seconds, section.tensor_parallel)
     return engine
+
+
+def _settled(section: TargetSection) -> TargetSection:
+    """The section with another `quantization` than `auto`, which `serve` has settled before."""
+    if section.quantization != "auto":
+        return section
+    from workers.model.stored_choice import settled  # imports transformers, which takes seconds
+
+    return settled(section)
 
 
 def _make(

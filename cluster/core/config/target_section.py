@@ -70,9 +70,10 @@ class EvidenceSection(Section):
 class TargetSection(ModelSection, PluginHost):
     """The target model, which decides every token of an answer. Each acceptance rule has its own subsection."""
 
-    quantization: Literal["auto", "none", "int8", "stored"] = "none"  # type: ignore[assignment] # settled before loading
-    """`int8` rounds linear layers to 8 bits, and answers are those of the rounded model; `stored` keeps a checkpoint's
-    bits; `none` de-quantizes them; `auto` is `stored` for a packaged model on one CPU rank, else `none`."""
+    quantization: Literal["auto", "none", "int8", "stored"] = "auto"  # type: ignore[assignment] # settled before loading
+    """`auto` keeps a checkpoint's bits where its format is read, its ranks divide it and the device multiplies it;
+    `stored` keeps them or is refused; `none` de-quantizes them. `int8` rounds linear layers to 8 bits, and answers are
+    those of the rounded model."""
     served_name: str | None = None
     """Model name that clients send; unset takes the last part of `path`."""
     aliases: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=64)] = ()

@@ -10,7 +10,9 @@ from cluster.core.config.sections import Configuration
 from cluster.core.errors import ModelLoadError
 from deploy import models, packaged_drafts
 from deploy.settings import load_settings
+from tests.support.models import whole_gguf
 from workers.model.draft_card import CARD
+from workers.model.stored import gguf_file
 from workers.serve.configuration import load_configuration
 
 
@@ -83,7 +85,8 @@ def test_a_draft_model_that_the_method_does_not_load_is_not_resolved(tmp_path: P
 
 
 def test_a_converted_packaged_model_is_found_without_its_libraries(tmp_path: Path) -> None:
-    written = load_configuration({}, {"target.path": "smollm2-135m-instruct", "draft.method": "none"})
+    values = {"target.path": "smollm2-135m-instruct", "target.quantization": "none", "draft.method": "none"}
+    written = load_configuration({}, values)
     converted = model_directory(tmp_path / "smollm2-135m-instruct")
 
     assert models.resolve_models(written, tmp_path, pytest.fail).target == converted
@@ -110,20 +113,40 @@ def test_the_served_name_is_the_models(path: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "settled"),
+    ("settings", "expected"),
     [
         ({}, "stored"),
-        ({"target.tensor_parallel": 2}, "none"),
-        ({"target.device": "auto"}, "none"),
-        ({"target.path": "opus-mt-fr-en"}, "none"),
-        ({"target.path": "owner/name"}, "none"),
+        ({"target.tensor_parallel": 3}, "stored"),
+        ({"target.tensor_parallel": 3, "target.device": "auto"}, "stored"),
+        ({"target.quantization": "none"}, "none"),
         ({"target.quantization": "int8"}, "int8"),
+        ({"target.path": "opus-mt-fr-en"}, "none"),
     ],
     ids=repr,
 )
-def test_the_cpu_preset_keeps_the_bits_of_a_packaged_model_on_one_rank(
-    settings: dict[str, object], settled: str
+def test_the_cpu_preset_keeps_the_bits_of_a_packaged_model(
+    settings: dict[str, object], expected: str, tmp_path: Path
 ) -> None:
     values = load_settings("cpu", environment={}).configuration.model_dump(mode="json", exclude_unset=True)
-    found = models.with_settled_quantization(load_configuration(values, settings))
-    assert found.target.quantization == settled
+    for name in ("smollm2-135m-instruct", "opus-mt-fr-en"):
+        model_directory(tmp_path / name)
+    found = models.resolve_models(load_configuration(values, settings), tmp_path, lambda _: None)
+    assert found.configuration.target.quantization == expected
+    assert (found.target.parent == tmp_path / "stored") == (expected == "stored")
+
+
+def test_a_gguf_file_is_kept_unless_its_architecture_is_not_read_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = whole_gguf.write(tmp_path, "qwen2")
+
+    def resolved() -> Configuration:
+        values = {"target.path": str(file), "draft.method": "none"}
+        return models.resolve_models(load_configuration({}, values), tmp_path / "cache", lambda _: None).configuration
+
+    assert resolved().target.quantization == "stored"
+    assert not caplog.records
+    monkeypatch.delitem(gguf_file._ARCHITECTURES, "qwen2")
+    assert resolved().target.quantization == "none"
+    assert "architecture 'qwen2' is not read as it is stored" in caplog.text
+    assert f"instead of {file.stat().st_size / 1e9:.3g} GB as they are stored" in caplog.text

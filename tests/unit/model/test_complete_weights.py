@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -143,3 +143,16 @@ def test_tensors_that_a_model_does_not_need_change_nothing(tmp_path: Path) -> No
     scales = {f"model.layers.0.self_attn.{name}_proj.{name}_scale": torch.ones(1) for name in "kv"}
     change(directory, **scales, **{"mtp.fc.weight": torch.ones(4, 8)})
     check_close(logits(load(directory), TEXT), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "auto"])
+def test_a_training_reads_a_quantized_target_without_the_library_of_its_format(
+    dtype: torch.dtype | Literal["auto"], tmp_path: Path
+) -> None:
+    source = tiny.save(tmp_path / "plain", tiny.llama())
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
+    plain = quantized.save(source, tmp_path / "model", quantized.awq(16), settings)
+    found = load_target(tmp_path / "model", torch.device("cpu"), dtype)
+    wanted = torch.float32 if dtype == "auto" else dtype
+    for name, values in found.state_dict().items():
+        torch.testing.assert_close(values, plain[name].to(wanted))

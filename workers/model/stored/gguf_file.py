@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cluster.core.errors import ModelLoadError
-from workers.forward.weights.base import CutRefused, Storage
+from workers.forward.weights.base import CutRefused, NoGpuProduct, Storage
 from workers.forward.weights.gguf import gguf_storage, joined_storage
 from workers.model.gguf_header import read_gguf
 from workers.model.stored.parts import Region, nbytes_of
@@ -148,6 +148,17 @@ class GgufFile:
         Raises `ModelLoadError`.
         """
         return {name: self._nbytes(tensor, on_gpu) for name, tensor in self._tensors.items()}
+
+    def gpu_problem(self) -> str:
+        """Why GPUs do not multiply with the quantized matrices as they are stored; empty if they do."""
+        matrices = (tensor for tensor in self._tensors.values() if len(tensor.shape) > 1)
+        for tensor in {(one.tensor_type, int(one.shape[0])): one for one in matrices}.values():
+            try:
+                if (storage := self._zeros(tensor)).is_widened:  # torch multiplies others as they are
+                    storage.words()
+            except NoGpuProduct as error:
+                return f"GPUs have no product for {tensor.name} ({tensor.tensor_type.name}): {error}"
+        return ""
 
     def kind_of(self, parameter: str) -> str:
         """The type that the file has a matrix in. Raises `ModelLoadError`."""

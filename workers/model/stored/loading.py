@@ -257,11 +257,8 @@ def _experts(
     for word, region in zip(EXPERTS, regions, strict=True):
         experts, inputs, outputs = getattr(layer, word).shape
         own = checkpoint.experts(f"{name}.{word}", (experts, outputs, inputs), region)
-        if own is None and f"{name}.{word}" not in checkpoint:
-            raise ConfigurationError(
-                f"quantization: stored is refused for {name}: experts are kept as they are stored in MXFP4 alone; it "
-                "must be none"
-            )
+        if own is None:
+            check_plain_experts(checkpoint, name)
         if own is None:
             return None
         found.append(own)
@@ -273,6 +270,15 @@ def _experts(
         biases[1] = [None] * len(biases[1])
     rows = zip(found[0], biases[0], found[1], biases[1], strict=True)
     return StoredExperts([Expert(*row) for row in rows], gate, part)
+
+
+def check_plain_experts(checkpoint: StoredCheckpoint, name: str) -> None:
+    """Raise `ConfigurationError` for experts that are neither in MXFP4 nor plain numbers in two tensors."""
+    if any(f"{name}.{word}" not in checkpoint for word in EXPERTS):
+        raise ConfigurationError(
+            f"quantization: stored is refused for {name}: experts are kept as they are stored in MXFP4 alone; it must "
+            "be none"
+        )
 
 
 def own_experts(layer: Any, gate: Gate, name: str, share: Share) -> tuple[RankPart, tuple[ExpertRegion, ExpertRegion]]:

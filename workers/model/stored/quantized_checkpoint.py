@@ -182,19 +182,21 @@ class QuantizedCheckpoint:
                 found[parameter] = known[like]
         return found
 
-    def has_gpu_products(self) -> bool:
-        """Whether GPUs multiply with the quantized matrices as they are stored. A few outputs of each kind are read.
+    def gpu_problem(self) -> str:
+        """Why GPUs do not multiply with the quantized matrices as they are stored; empty if they do.
 
-        Raises `ModelLoadError`.
+        A few outputs of each kind are read. Raises `ModelLoadError`.
         """
+        if self._dtype is torch.float16 and any(name.endswith(_BLOCKS) for name in self._file_of):
+            return "GPUs multiply experts in MXFP4 with bfloat16 or float32, not with float16"
         found = filter(None, map(self.matrix_of, self._file_of))
         kinds = {self.kind_of(parameter): parameter for parameter in found}
-        try:
-            for parameter in kinds.values():
+        for parameter in kinds.values():
+            try:
                 self._sample(parameter).words()
-        except NoGpuProduct:
-            return False
-        return True
+            except NoGpuProduct as error:
+                return f"GPUs have no product for {parameter}: {error}"
+        return ""
 
     def kind_of(self, parameter: str) -> tuple[tuple[str, object], ...]:
         """What the bytes of a matrix depend on: shapes, types, and whether inputs are in another order.

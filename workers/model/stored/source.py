@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 from cluster.core.errors import ModelLoadError
 from workers.model.packaged.catalogue import PACKAGED_MODELS, packaged_file
-from workers.model.weight_files import weight_files
+from workers.model.weight_files import config_values, weight_files
 
 STORED_IN = "stored_in.txt"
 """The file in a model's directory that names the GGUF file that the directory was made of."""
@@ -46,6 +46,15 @@ def stored_file(directory: Path) -> Path | None:
         with TemporaryDirectory(dir=directory) as scratch:
             os.replace(packaged_file(directory.name, Path(scratch)), joined)  # other processes see a whole file or none
     return joined
+
+
+def may_stay_stored(path: str) -> bool:
+    """Whether a model on this machine has weights that may stay as they are stored; others are not looked at."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return "quantization_config" in config_values(directory) or stored_alone(directory) is not None
+    packaged = PACKAGED_MODELS.get(path)
+    return directory.suffix == ".gguf" if packaged is None else not packaged.is_marian
 
 
 def stored_alone(directory: Path) -> Path | None:

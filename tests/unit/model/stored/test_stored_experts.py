@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.engine_sequence import generate
 from tests.support.engines.stored_model import TEXT, check_close, check_greedy, load, logits
@@ -21,11 +22,13 @@ from workers.forward.attention import register
 from workers.forward.experts import FastExperts
 from workers.forward.native.packed_experts import PackedExperts
 from workers.forward.weights.experts import StoredExperts
+from workers.model import stored_choice
 from workers.model.rank_bytes import rank_bytes
 from workers.model.sharding import complete_plan
 from workers.model.share import Share
 from workers.model.stored.loading import load_stored
 from workers.model.stored.quantized_checkpoint import stored_bytes
+from workers.model.stored_choice import choose_stored
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -199,3 +202,26 @@ def test_blocks_of_another_shape_are_named(written: tuple[Path, torch.Tensor], t
     (path / "config.json").write_text((written[0] / "config.json").read_text())
     with pytest.raises(ModelLoadError, match=r"down_proj_blocks is \[4, 64, 2, 16\]; it must be \[4, 64, 3, 16\]"):
         load(path, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("values", "on_gpu", "is_kept"),
+    [
+        ({}, False, True),
+        ({"dtype": "bfloat16", "tensor_parallel": 2, "enable_expert_parallel": True}, False, True),
+        ({"dtype": "bfloat16"}, True, True),
+        ({"dtype": "float16"}, True, False),
+    ],
+)
+def test_experts_are_kept_by_default_where_the_device_multiplies_them(
+    values: dict[str, object],
+    on_gpu: bool,
+    is_kept: bool,
+    written: tuple[Path, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stored_choice, "find_spec", lambda name: name)
+    section = TargetSection.model_validate({"path": str(written[0])} | values)
+    choice = choose_stored(section, written[0], on_gpu=on_gpu)
+    assert choice.is_kept == is_kept
+    assert is_kept or "not with float16" in choice.refusal
