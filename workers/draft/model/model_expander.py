@@ -110,7 +110,9 @@ class ModelExpander:
         for forward_row in forward_rows:
             self._runner.commit(forward_row)
         return logits, tuple(
-            DecisionContext(row.start.sampling, row.table.tokens, row.start.prompt_len) for row in rows if row.is_last
+            DecisionContext(row.start.sampling, row.table.tokens, row.start.prompt_len, row.allowed)
+            for row in rows
+            if row.is_last
         )
 
     def _read(self, sources: Mapping[StoredSource, SequenceStart], store: SourceStore) -> None:

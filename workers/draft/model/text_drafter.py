@@ -17,7 +17,7 @@ from unicodedata import combining
 
 from cluster.core.bounds import MAX_TOKEN_ID
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import DraftBudget, DraftRow, Proposal, RowFaultCode
+from cluster.core.drafting import DraftBudget, DraftRow, NextTokens, Proposal, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftMethod
 from cluster.core.request import SamplingParameters, SequenceStart
@@ -323,7 +323,7 @@ def inner_section(draft: DraftSection) -> DraftSection:
 def _in_target_tokens(row: DraftRow, session: TextSession, drafted: Proposal, tokenizers: Tokenizers) -> Proposal:
     """The proposal with the text of a draft model's tree, in the target's tokens, cut to the row's budget."""
     paths = list(_paths(drafted.tree, session, tokenizers))
-    builder = _TreeBuilder(drafted, row.budget.max_depth)
+    builder = _TreeBuilder(drafted, row.budget.max_depth, row.next_tokens)
     for path, tokens in zip(paths, session.continued([path.text for path in paths]), strict=True):
         if tokens is None:
             continue
@@ -367,10 +367,10 @@ def _paths(tree: TokenTree, session: TextSession, tokenizers: Tokenizers) -> Ite
 class _TreeBuilder:
     """Joins paths of the target's tokens to one tree."""
 
-    def __init__(self, drafted: Proposal, max_depth: int) -> None:
-        """`drafted` is the draft model's tree; a path names its nodes."""
+    def __init__(self, drafted: Proposal, max_depth: int, known: NextTokens) -> None:
+        """`drafted` is the draft model's tree; a path names its nodes. `known` is what the target's grammar says."""
         self._drafted = drafted
-        self._max_depth = max_depth
+        self._max_depth, self._known = max_depth, known
         self._index: dict[tuple[int, int], int] = {}
         self._tokens: list[int] = []
         self._parents: list[int] = []
@@ -378,9 +378,11 @@ class _TreeBuilder:
         """The node of the draft model's tree that completes each token; of several, the most probable one."""
 
     def add(self, path: Sequence[tuple[int, int]]) -> None:
-        """Add a path of tokens, each with the node of the draft model's tree that completes it."""
+        """Add a path up to a token that the grammar excludes. The draft model's nodes complete its tokens."""
         parent = ROOT
-        for token, source in path[: self._max_depth]:
+        for depth, (token, source) in enumerate(path[: self._max_depth]):
+            if not self._known.permits(depth, token):
+                return
             node = self._index.get((parent, token))
             if node is None:
                 node = self._index[parent, token] = len(self._tokens)

@@ -161,10 +161,12 @@ CASES = {
     "eagle:peagle": MethodCase(_public_head("peagle", mask_token_id=VOCABULARY - 1), reads_grammar=True),
     "early_exit": MethodCase(knows_target=True, keeps_sequences=False),
     "heads": MethodCase(_module("heads", 2), reads_grammar=True),
-    "model": MethodCase(_draft_model, knows_target=True),
-    "model:int4": MethodCase(lambda found: {**_draft_model(found), "quantization": "int4"}, knows_target=True),
+    "model": MethodCase(_draft_model, knows_target=True, reads_grammar=True),
+    "model:int4": MethodCase(
+        lambda found: {**_draft_model(found), "quantization": "int4"}, knows_target=True, reads_grammar=True
+    ),
     "model:pard": MethodCase(_parallel_model, reads_grammar=True),
-    "model:text": MethodCase(_model_by_text, finds_repetitions=False, for_encoder_decoder=False),
+    "model:text": MethodCase(_model_by_text, finds_repetitions=False, for_encoder_decoder=False, reads_grammar=True),
     "none": MethodCase(drafts=False, keeps_sequences=False),
     "prediction": MethodCase(reads_grammar=True),
     "recycling": MethodCase(reads_grammar=True),

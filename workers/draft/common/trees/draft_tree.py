@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 
+from cluster.core.drafting import ANY_TOKENS, NextTokens
 from workers.draft.common.trees.calibration import Calibration
 from workers.draft.common.trees.draft_node import ChosenTree, DraftNode
 from workers.draft.common.trees.expander import BranchMemory, DraftedToken
@@ -46,6 +47,8 @@ class DraftTree:
         """All nodes but the root, parents before their children."""
         self.expanded_since_proposal = 0
         """Number of nodes that were expanded since the last proposal."""
+        self.next_tokens = ANY_TOKENS
+        """What the sequence's grammar says of the first tokens below the root."""
 
     @property
     def holds_blocks(self) -> bool:
@@ -90,6 +93,35 @@ class DraftTree:
         self.root = DraftNode(self.root.token, None, self.root.length)
         self.nodes = []
 
+    # --- grammars -------------------------------------------------------------------------------
+
+    def restrict(self, known: NextTokens, call: int) -> None:
+        """Drop the nodes that the sequence's grammar excludes, and draft the tokens that it allows alone.
+
+        A root none of whose candidates may follow is expanded again. The next commit or restart ends the restriction.
+        """
+        self.next_tokens = known
+        before, level = self.tables(), [self.root]
+        for depth in range(len(known.forced) + 1):
+            for node in level:
+                node.children = [child for child in node.children if known.permits(depth, child.token)]
+            for token in known.forced[depth : depth + 1]:
+                for node in level:
+                    forced = node.child(token) or self._add_child(node, token, call)
+                    forced.probability = 1.0
+            level = [child for node in level for child in node.children]
+        self.nodes = list(self.root.descendants())
+        if not self.nodes and self.root.table is not None:
+            self.root.table = None
+            self._memory.truncate(self.root_table, min(self.root_table.stored_len, self.root.length - 1))
+        self.root.update_path_probabilities()
+        for unused in before.difference(self.tables()):
+            self._memory.release(unused)
+
+    def _permits(self, node: DraftNode, token: int) -> bool:
+        """Whether the grammar may allow a token below `node`."""
+        return self.next_tokens.permits(node.length - self.root.length, token)
+
     # --- expansion ------------------------------------------------------------------------------
 
     def table_for(self, node: DraftNode, in_use: Container[BlockTable]) -> BlockTable:
@@ -122,11 +154,14 @@ class DraftTree:
         """Record that `table` stores the node's token and that the model drafted `candidates`, best first, after it."""
         node.table = table
         known = {child.token: child for child in node.children}
-        for rank, (token, confidence) in enumerate(candidates):
+        for rank, (token, confidence) in enumerate(one for one in candidates if self._permits(node, one[0])):
             child = known.get(token) or self._add_child(node, token, call)
             child.rank, child.confidence = rank, confidence
         node.children.sort(key=lambda child: len(candidates) if child.rank is None else child.rank)
         estimate_children(node, self.calibration, self.is_greedy)
+        if node.length - self.root.length < len(self.next_tokens.forced):
+            for child in node.children:  # the only one
+                child.probability, child.path_probability = 1.0, node.path_probability
         if known:
             node.update_path_probabilities()
         for child in node.children:
@@ -184,6 +219,8 @@ class DraftTree:
             if found is None:
                 return
             token, match_length = found
+            if not self._permits(node, token):
+                return
             had_children = bool(node.children)
             child = node.child(token) or self._add_child(node, token, call)
             child.match_length = match_length
@@ -213,6 +250,7 @@ class DraftTree:
     def _set_root(self, root: DraftNode, table: BlockTable) -> None:
         """Keep `table` and the nodes below `root`; free all other tables."""
         before = self.tables()
+        self.next_tokens = ANY_TOKENS
         root.parent = None
         root.probability = root.path_probability = 1.0
         self.root, self.root_table = root, table

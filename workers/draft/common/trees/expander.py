@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from cluster.core.ports import SourceStates
 from cluster.core.request import SequenceStart
 from workers.kv.block_table import BlockTable
+from workers.sampling.allowed_tokens import AllowedTokens
 
 DraftedToken = tuple[int, float]
 """A token and the draft model's probability of it."""
@@ -61,6 +62,8 @@ class ExpansionRow:
     """Depth of the drafted tokens below the last committed token; 1 follows it directly."""
     source: OpenSource | None = None
     """The source of an encoder-decoder model."""
+    allowed: AllowedTokens | None = None
+    """What the sequence's grammar allows after the tokens; `None` where that is unknown."""
 
 
 class Expander(Protocol):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from cluster.core.config.draft_section import DraftSection
-from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.drafting import ANY_TOKENS, DraftRow, Proposal
 from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.ports import SourceStates
@@ -82,6 +82,8 @@ class TreeDrafter:
         for row, session in self._sessions.update(rows, proposals):
             self._prepare(session)
             session.commit_times.record(len(session.tokens), now, self._cost)
+            if session.next_tokens is not ANY_TOKENS:
+                session.tree.restrict(session.next_tokens, self._calls)
             session.tree.extend_by_lookup(self._calls)
             max_context_len = self._expander.max_context_len
             builders[row.sequence_id] = ProposalBuilder(session, row, self._draft, self._width, max_context_len)

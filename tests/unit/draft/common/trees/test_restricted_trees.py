@@ -1,0 +1,69 @@
+"""A draft tree has what the sequence's grammar permits, also where nodes were drafted before the grammar was known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from cluster.core.drafting import ANY_TOKENS, DraftBudget, DraftRow, NextTokens, Proposal
+from cluster.core.ids import SequenceId
+from tests.support.engines.tree_drafter import PROMPT, DrafterHarness
+from tests.support.fakes.fake_expander import VOCABULARY, ranked
+
+ROOMY = DraftBudget(16, 4)
+
+
+def known(forced: Sequence[int] = (), allowed: Sequence[int] = ()) -> NextTokens:
+    return NextTokens(tuple(forced), bytes(token in allowed for token in range(VOCABULARY)) if allowed else b"")
+
+
+def propose(harness: DrafterHarness, next_tokens: NextTokens, tokens: Sequence[int] = PROMPT) -> Proposal:
+    """The proposal of a sequence that the drafter knows up to the last of `tokens`, or not at all."""
+    row = DraftRow(SequenceId("a"), len(tokens), (), ROOMY)
+    if tokens == PROMPT:
+        harness.propose(budget=ROOMY)
+    return harness.drafter.propose([replace(row, next_tokens=next_tokens)])[0]
+
+
+def first_tokens(found: Proposal) -> set[int]:
+    return {token for token, depth in zip(found.tree.tokens, found.tree.depths(), strict=True) if depth == 1}
+
+
+def test_candidates_that_were_drafted_earlier_and_are_excluded_are_gone(serial: DrafterHarness) -> None:
+    best, second, third = ranked(PROMPT)
+    found = propose(serial, known(allowed=(second, third)))
+    assert first_tokens(found) == {second, third}
+    assert best not in first_tokens(found)
+
+
+def test_where_all_candidates_are_excluded_others_are_drafted(serial: DrafterHarness) -> None:
+    others = set(range(VOCABULARY)) - set(ranked(PROMPT))
+    found = propose(serial, known(allowed=tuple(others)))
+    assert first_tokens(found)
+    assert first_tokens(found) <= others
+
+
+@pytest.mark.parametrize("mode", ["serial", "run_ahead", "enumerate"])
+def test_tokens_that_are_allowed_alone_are_drafted_and_the_model_goes_on_after_them(mode: str) -> None:
+    harness = DrafterHarness(mode)
+    forced = tuple(token for token in range(VOCABULARY) if token not in ranked(PROMPT))[:2]
+    harness.propose(budget=ROOMY)
+    harness.run_ahead()
+    found = propose(harness, known(forced))
+    assert found.tree.tokens[:2] == forced
+    assert found.probabilities[:2] == (1.0, 1.0)
+    after = {token for token, depth in zip(found.tree.tokens, found.tree.depths(), strict=True) if depth == 3}
+    assert after
+    assert after <= set(ranked((*PROMPT, *forced)))
+    harness.release_all()
+    assert harness.expander.memory.blocks_held == 0
+
+
+def test_the_next_tokens_are_free_again_once_they_are_committed(serial: DrafterHarness) -> None:
+    best, second, _ = ranked(PROMPT)
+    propose(serial, known(allowed=(second,)))
+    found = serial.propose("a", best, budget=ROOMY)
+    assert first_tokens(found) == set(ranked((*PROMPT, best)))
+    assert propose(serial, ANY_TOKENS, (*PROMPT, best)).tree == found.tree
