@@ -91,10 +91,14 @@ def step(
     prompts: Annotated[
         bool, typer.Option("--prompts", help="Instead, predict a long prompt by `scheduler.max_prompt_tokens`.")
     ] = False,
+    draft: Annotated[
+        Literal["none", "eagle"], typer.Option(help="`eagle`: instead, predict rounds with an EAGLE head on the GPU.")
+    ] = "none",
 ) -> None:
     """Predict the time of a target's steps on an H100, from their kernels, bytes and operations; no GPU is needed."""
     from deploy.simulation.device.models import MODELS, RankModel, kv_heads
     from deploy.simulation.device.prediction import prediction_table, prompts_table
+    from deploy.simulation.device.rounds import rounds_table
 
     if model not in MODELS:
         raise ConfigurationError(f"--model {model}: unknown; it must be one of {', '.join(MODELS)}")
@@ -105,5 +109,12 @@ def step(
     if ranks > 1 and MODELS[model].model_type == "qwen3_next":
         raise ConfigurationError(f"--ranks {ranks}: refused; for {model}, whose states are not divided, it must be 1")
     rank = RankModel(model, ranks, kv_dtype=kv_dtype)
+    if draft == "eagle":
+        if ranks > 1:
+            raise ConfigurationError(f"--ranks {ranks}: refused; with --draft eagle it must be 1")
+        if type(MODELS[model]).__name__ not in ("LlamaConfig", "Qwen3Config"):
+            raise ConfigurationError(f"--model {model}: refused; with --draft eagle its layers must be dense")
+        output.print(rounds_table(rank))
+        return
     table = prompts_table if prompts else prediction_table
     output.print(table(rank, symmetric_memory=symmetric_memory == "on"))

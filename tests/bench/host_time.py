@@ -7,7 +7,6 @@ drafted tokens those before the first other one are accepted.
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -162,7 +161,7 @@ def host_steps(tokens: int) -> Iterator[HostSteps]:
     def compute(_: ModelRunner, tokens: object, positions: object, selected: torch.Tensor, *__: object) -> PassOutput:
         return PassOutput(torch.zeros(len(selected), VOCABULARY).index_fill_(1, torch.tensor([0]), 1.0))
 
-    def winners(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def winners(_: object, logits: torch.Tensor, *__: object) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones(len(logits)), torch.zeros(len(logits), dtype=torch.int64)
 
     plan, table = _Clock(TritonBackend.plan_packed), _Clock(decide.table_of)
@@ -173,14 +172,13 @@ def host_steps(tokens: int) -> Iterator[HostSteps]:
             (cuda_graphs, "CudaGraphCapture", lambda _: lambda function: function() or (lambda: None)),
             (ModelRunner, "_compute", compute),
             (_Planning, "plan_packed", lambda *arguments: plan(*arguments)),
-            (decide, "has_kernels", lambda _: True),
+            (decide, "kernels_for", lambda _: SimpleNamespace()),
+            (decide, "winners", winners),
             (decide, "largest", lambda _: None),
             (decide, "table_of", table),
         ]
         for owner, name, value in replaced:
             stack.enter_context(patch.object(owner, name, value))
-        kernels = SimpleNamespace(winners=winners)
-        stack.enter_context(patch.dict(sys.modules, {"workers.sampling.triton.winners": kernels}))
         section = ModelSection(path=str(directory), device="cpu", native="off", load_format="dummy", compile="off")
         model = replace(load_model(section), uses_cuda_graphs=True)
         pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), -(-tokens // BLOCK))

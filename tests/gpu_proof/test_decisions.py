@@ -19,6 +19,7 @@ from workers.sampling.context import DecisionContext
 from workers.sampling.decide import Undecidable, decide, is_shardable, merge_winners, shard_winners
 from workers.sampling.decision_table import table_of
 from workers.sampling.noise import gumbel
+from workers.sampling.winners import winners
 
 pytestmark = needs_kernels()
 
@@ -127,13 +128,13 @@ def test_shards_have_the_same_scores_and_tokens_and_merge_to_the_decision(data: 
 
 def test_noise_has_the_same_bits() -> None:
     """Where all logits are 0, the score of a row is its largest noise."""
-    from workers.sampling.triton.winners import winners
+    from workers.sampling.triton.winners import TritonDecisions
 
     seeds, positions, tokens = (0, 1, 2**63, 2**64 - 1), (1, 7, 131071, 2**31), range(100)
     for offset in tokens:
         sampling = [SamplingParameters(temperature=1.0, seed=seed) for seed in seeds]
         contexts = [DecisionContext(own, range(at), 0) for own, at in zip(sampling, positions, strict=True)]
-        values, _ = winners(torch.zeros(4, 1, device=DEVICE), table_of(contexts, offset, 1), offset)
+        values, _ = winners(TritonDecisions(), torch.zeros(4, 1, device=DEVICE), table_of(contexts, offset, 1), offset)
         assert torch.equal(values.cpu(), gumbel(seeds, positions, offset, 1, "cpu").squeeze(1))
 
 

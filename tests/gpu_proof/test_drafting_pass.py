@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from cluster.core.request import SamplingParameters, SequenceStart
-from deploy.simulation.device.fake_device import Kernel, KernelCounter, fake_device
-from deploy.simulation.device.step import _CountedKernels
+from deploy.simulation.device.drafting import counted_modules
+from deploy.simulation.device.fake_device import KernelCounter, fake_device
 from workers.draft.block.block_pass import BlockPass
-from workers.draft.common.modules import layer_stack
 from workers.draft.common.modules.context_session import ContextSession
 from workers.draft.common.modules.context_store import ContextStore
 from workers.draft.common.modules.context_window import ContextRows, ContextShape, ContextWindow
 from workers.draft.eagle.eagle_pass import EaglePass
 from workers.draft.eagle.head_pass import EaglePiece
-from workers.forward import graph_sizes, window_attention
+from workers.forward import graph_sizes
 from workers.forward.graph_sizes import MOST_RANKED, drafting_graph_sizes
 from workers.forward.native.window_layers import WindowPiece
-from workers.forward.triton.tiles import WindowTiles
 from workers.model.draft_shapes import BlockShape, EagleShape, LayerShape
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
@@ -36,57 +33,23 @@ LAYER = LayerShape(HIDDEN, 32, 8, 128, 12288, rope_theta=1e6, norm_epsilon=1e-6,
 STORED, NODES = 300, 4
 
 
-class CountedWindows:
-    """The kernels over windows, which are counted instead of launched."""
-
-    def __init__(self, counter: KernelCounter) -> None:
-        self._counter = counter
-
-    def write_windows(self, keys: Tensor, values: Tensor, tiles: WindowTiles, layer: int) -> None:
-        self._counter.add(Kernel("store_windows", 2 * (keys.nbytes + values.nbytes)))
-
-    def write_layers(self, keys: Tensor, values: Tensor, tiles: WindowTiles) -> None:
-        assert keys.shape[:2] == (2, len(tiles.places))
-        self._counter.add(Kernel("store_windows", 2 * (keys.nbytes + values.nbytes)))
-
-    def window_attention(
-        self,
-        queries: Tensor,
-        tiles: WindowTiles,
-        layer: int,
-        kv_heads: int,
-        value_dim: int,
-        scale: float,
-    ) -> Tensor:
-        assert tiles.table.device == queries.device
-        self._counter.add(Kernel("attend_windows", 2 * queries.nbytes))
-        return queries.new_empty((*queries.shape[:2], value_dim))
-
-
 Prepared = Callable[[TargetEnds, torch.device], Callable[[], object]]
 """Makes a module on the device, and returns one of its passes."""
 
 
 @contextmanager
-def fake_module(
-    monkeypatch: pytest.MonkeyPatch, prepared: Prepared
-) -> Iterator[tuple[KernelCounter, Callable[[], object]]]:
+def fake_module(prepared: Prepared) -> Iterator[tuple[KernelCounter, Callable[[], object]]]:
     """A pass on the fake device, and what counts its kernels over windows."""
     counter = KernelCounter()
-    monkeypatch.setattr(window_attention, "kernels_for", lambda *_: CountedWindows(counter))
-    monkeypatch.setattr(window_attention, "address_of", lambda _: 0)
-    monkeypatch.setattr(window_attention, "bytes_of", lambda mask: np.ones(mask.numel(), dtype=np.uint8))
-    monkeypatch.setattr(layer_stack, "operations_on", lambda *_: _CountedKernels(counter))
-    monkeypatch.setattr(TargetEnds, "embedding_scale", lambda _: 1.0)  # it is read of the weights
-    with fake_device() as device, torch.inference_mode():
+    with fake_device() as device, counted_modules(counter), torch.inference_mode():
         tables = [torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device=device) for _ in range(2)]
         ends = TargetEnds(tables[0], tables[1], torch.empty(HIDDEN, device=device), 1e-6, None)
         yield counter, prepared(ends, device)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, prepared: Prepared) -> KernelCounter:
+def counted(prepared: Prepared) -> KernelCounter:
     """What a pass launches, whose parts are `prepared` before."""
-    with fake_module(monkeypatch, prepared) as (counter, run), counter:
+    with fake_module(prepared) as (counter, run), counter:
         run()
     return counter
 
@@ -114,7 +77,7 @@ def replayed(
     """The captured passes of a module, and what the host launches beside one of them."""
     captures, beside = Captures(), KernelCounter()
     monkeypatch.setattr(graph_sizes, "_ROWS", (1, 64))
-    with fake_module(monkeypatch, prepared(captures)) as (_, run):
+    with fake_module(prepared(captures)) as (_, run):
         captured = captures.captured
         with beside:
             run()
@@ -135,7 +98,7 @@ def eagle_head(ends: TargetEnds, device: torch.device, rows: int, layers: int) -
     return head, pieces
 
 
-def eagle_pass(monkeypatch: pytest.MonkeyPatch, rows: int, layers: int = 1) -> KernelCounter:
+def eagle_pass(rows: int, layers: int = 1) -> KernelCounter:
     """One depth of as many trees, and the logits of its candidates."""
 
     def prepared(ends: TargetEnds, device: torch.device) -> Callable[[], object]:
@@ -143,7 +106,7 @@ def eagle_pass(monkeypatch: pytest.MonkeyPatch, rows: int, layers: int = 1) -> K
         features = torch.empty(rows * NODES, HIDDEN, device=device)
         return lambda: head.expand(features, pieces)
 
-    return counted(monkeypatch, prepared)
+    return counted(prepared)
 
 
 def block_passes(ends: TargetEnds, device: torch.device, rows: int) -> tuple[BlockPass, list[ContextWindow]]:
@@ -157,14 +120,14 @@ def block_passes(ends: TargetEnds, device: torch.device, rows: int) -> tuple[Blo
     return passes, windows
 
 
-def block_pass(monkeypatch: pytest.MonkeyPatch, rows: int) -> KernelCounter:
+def block_pass(rows: int) -> KernelCounter:
     """The blocks of as many rows."""
 
     def prepared(ends: TargetEnds, device: torch.device) -> Callable[[], object]:
         passes, windows = block_passes(ends, device, rows)
         return lambda: passes.draft([0] * rows, [STORED] * rows, windows)
 
-    return counted(monkeypatch, prepared)
+    return counted(prepared)
 
 
 def _context(shape: ContextShape, device: torch.device) -> ContextRows:
@@ -172,18 +135,18 @@ def _context(shape: ContextShape, device: torch.device) -> ContextRows:
     return ContextRows(keys, keys, torch.empty(STORED, shape.feature_size, device=device))
 
 
-def test_trees_of_many_rows_take_as_many_launches_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_of_many_rows_take_as_many_launches_as_one() -> None:
     """The host copies twice: the tokens, and where the windows are. The candidates are read later."""
-    one, many = (eagle_pass(monkeypatch, rows) for rows in (1, 64))
+    one, many = (eagle_pass(rows) for rows in (1, 64))
     names = [[kernel.name for kernel in counter.eager()] for counter in (one, many)]
     assert names[0] == names[1]
     assert (one.copies, many.copies) == (2, 2)
     assert names[0].count("attend_windows") == names[0].count("store_windows") == 1
 
 
-def test_each_layer_launches_the_same_number_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_launches_the_same_number_of_kernels() -> None:
     """A layer's two norms each add to the residual stream as well, and one kernel computes SiLU·mul."""
-    names = [[kernel.name for kernel in eagle_pass(monkeypatch, 8, layers).eager()] for layers in (1, 2, 3)]
+    names = [[kernel.name for kernel in eagle_pass(8, layers).eager()] for layers in (1, 2, 3)]
     assert len(names[2]) - len(names[1]) == len(names[1]) - len(names[0])
     assert [one.count("normalize_rows") for one in names] == [2, 4, 6]
     assert [one.count("gate_columns") for one in names] == [1, 2, 3]
@@ -191,8 +154,8 @@ def test_each_layer_launches_the_same_number_of_kernels(monkeypatch: pytest.Monk
     assert added[1] - added[0] == added[2] - added[1] == 1, "queries and keys are rotated"
 
 
-def test_blocks_of_many_rows_take_as_many_launches_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, many = (block_pass(monkeypatch, rows) for rows in (1, 64))
+def test_blocks_of_many_rows_take_as_many_launches_as_one() -> None:
+    one, many = (block_pass(rows) for rows in (1, 64))
     names = [[kernel.name for kernel in counter.eager()] for counter in (one, many)]
     assert names[0] == names[1]
     assert names[0].count("attend_windows") == 2
@@ -267,7 +230,7 @@ def test_the_context_of_many_rows_is_stored_by_two_launches(monkeypatch: pytest.
             context = ContextRows(keys, values, found.features.repeat(rows, 1))
             return lambda: passes.store([(session, STORED, 3) for session in sessions], context)
 
-        with fake_module(monkeypatch, prepared) as (counter, run):
+        with fake_module(prepared) as (counter, run):
             counter.operations.clear()
             with beside:
                 run()

@@ -24,6 +24,7 @@ from workers.sampling.noise import gumbel, gumbel_of
 from workers.sampling.shortlist import shortlists
 from workers.sampling.truncate import truncate
 from workers.sampling.warp import untruncated
+from workers.sampling.winners import DecisionKernels, winners
 from workers.transfer import row_indices
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -39,20 +40,22 @@ class Undecidable(ValueError):
         super().__init__(f"rows {list(rows)}: every logit is NaN or -inf, so no token can be chosen")
 
 
-def decide(logits: Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
+def decide(logits: Tensor, contexts: Sequence[DecisionContext], kernels: DecisionKernels | None = None) -> list[int]:
     """Decide the token at each row's position, from logits [n, vocab].
 
-    Among equal scores the lowest token wins. Raises `Undecidable`, which names the rows, and `ValueError` unless there
+    Among equal scores the lowest token wins. Without `kernels`, those of the logits' device decide, if it has some
+    (`kernels_for`). Raises `Undecidable`, which names the rows, and `ValueError` unless there
     is one context per row.
     """
     if len(contexts) != len(logits):
         raise ValueError(f"{len(contexts)} contexts for {len(logits)} rows of logits")
-    rows = () if logits.is_cuda else rows_of_contexts(contexts)
+    kernels = kernels or kernels_for(logits)
+    rows = () if logits.is_cuda or kernels else rows_of_contexts(contexts)
     if rows and all(not any(row.allowed) and leaders_of(row.sampling) for row in rows):
         tokens = largest(logits)
         if tokens is not None and all(one not in of.excluded_tokens for one, of in zip(tokens, contexts, strict=True)):
             return tokens
-    return _known(*_winners(logits, contexts, offset=0))
+    return _known(*_winners(logits, contexts, 0, kernels))
 
 
 def largest(logits: Tensor) -> list[int] | None:
@@ -78,16 +81,19 @@ def is_shardable(sampling: SamplingParameters) -> bool:
     return sampling.logprobs is None and not is_truncated(sampling)
 
 
-def shard_winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -> tuple[Tensor, Tensor]:
+def shard_winners(
+    logits: Tensor, contexts: Sequence[DecisionContext], offset: int, kernels: DecisionKernels | None = None
+) -> tuple[Tensor, Tensor]:
     """Find the best score and its token in the shard `offset … offset + shard - 1`, from logits [n, shard].
 
-    Returns scores, float32 [n], and tokens, int64 [n]. A row without any candidate has the score −inf. Raises
+    Returns scores, float32 [n], and tokens, int64 [n]. A row without any candidate has the score −inf. `kernels` are as
+    for `decide`. Raises
     `ValueError` for a row that is not shardable.
     """
     for row, context in enumerate(rows_of_contexts(contexts)):
         if not is_shardable(context.sampling):
             raise ValueError(f"row {row}: its sampling parameters need the whole vocabulary, not a shard")
-    return _winners(logits, contexts, offset)
+    return _winners(logits, contexts, offset, kernels or kernels_for(logits))
 
 
 def merge_winners(values: Tensor, ids: Tensor) -> list[int]:
@@ -108,9 +114,13 @@ def _known(best: Tensor, ids: Tensor) -> list[int]:
     return chosen
 
 
-def has_kernels(logits: Tensor) -> bool:
-    """Whether the Triton kernels decide: on an NVIDIA GPU where the package `triton` is installed."""
-    return logits.is_cuda and logits.shape[1] <= MOST_COLUMNS and _has_triton()
+def kernels_for(logits: Tensor) -> DecisionKernels | None:
+    """The Triton kernels, on an NVIDIA GPU where the package `triton` is installed; else `None`."""
+    if not logits.is_cuda or logits.shape[1] > MOST_COLUMNS or not _has_triton():
+        return None
+    from workers.sampling.triton.winners import TritonDecisions
+
+    return TritonDecisions()
 
 
 @lru_cache(maxsize=1)
@@ -179,12 +189,12 @@ def _score_part(
     yield ScoredRows(range(first, first + len(remaining)) if is_whole else [first + row for row in remaining], scores)
 
 
-def _winners(logits: Tensor, contexts: Sequence[DecisionContext], offset: int) -> tuple[Tensor, Tensor]:
+def _winners(
+    logits: Tensor, contexts: Sequence[DecisionContext], offset: int, kernels: DecisionKernels | None
+) -> tuple[Tensor, Tensor]:
     """The best score of each row, float32 [n], and its token, int64 [n]."""
-    if has_kernels(logits) and len(contexts):
-        from workers.sampling.triton.winners import winners
-
-        return winners(logits.detach(), table_of(contexts, offset, logits.shape[1]), offset)
+    if kernels is not None and len(contexts):
+        return winners(kernels, logits.detach(), table_of(contexts, offset, logits.shape[1]), offset)
     contexts = list(contexts)  # each is read more than once
     values = torch.empty(len(contexts), device=logits.device)
     ids = torch.empty(len(contexts), dtype=torch.int64, device=logits.device)

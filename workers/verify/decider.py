@@ -15,6 +15,7 @@ from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext, StepContexts, rows_of_contexts
 from workers.sampling.decide import Undecidable, decide, largest
 from workers.sampling.warp import log_distribution
+from workers.sampling.winners import DecisionKernels
 from workers.transfer import row_indices, rows_of
 from workers.verify.sequence_state import ReadyRow
 
@@ -70,6 +71,10 @@ class Decider(Protocol):
 class LocalDecider:
     """Decides on a rank whose logits cover the whole vocabulary."""
 
+    def __init__(self, kernels: DecisionKernels | None = None) -> None:
+        """`kernels` decide in place of those of the logits' device."""
+        self._kernels = kernels
+
     def largest(self, logits: torch.Tensor) -> list[int] | None:
         return largest(logits)
 
@@ -86,7 +91,7 @@ class LocalDecider:
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
     ) -> Decisions:
         def choose(rows: list[int]) -> list[int]:
-            return decide(rows_of(logits, rows), chosen_contexts(contexts, rows))
+            return decide(rows_of(logits, rows), chosen_contexts(contexts, rows), self._kernels)
 
         tokens = decide_where_possible(len(contexts), choose)
         requested = {index: logits[index] for index in _with_logprobs(contexts)}

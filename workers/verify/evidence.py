@@ -129,7 +129,7 @@ class EvidenceCollector:
         """
         states, paths = self._states, self._paths
         self.discard()
-        copied = _on_host([values for _, values in states.values()])
+        copied = on_host([values for _, values in states.values()])
         for (sequence_id, (first, _)), values in zip(states.items(), copied, strict=True):
             data = values.contiguous().view(torch.uint8).numpy().data.cast("B")
             _add(verdicts, sequence_id, hidden=HiddenStates(first, values.shape[1], data))
@@ -169,8 +169,8 @@ def _add(verdicts: dict[SequenceId, Verdict], sequence_id: SequenceId, **found: 
         verdicts[sequence_id] = replace(verdict, evidence=replace(verdict.evidence, **found))
 
 
-def _on_host(states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def on_host(states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Copies `[tokens, width]` on the host; from a GPU all in one piece. On a CPU they are the tensors themselves."""
-    if not any(one.is_cuda for one in states):
+    if all(one.device.type == "cpu" and not one.is_cuda for one in states):
         return states
     return torch.split(torch.cat(list(states)).cpu(), [len(one) for one in states])

@@ -8,6 +8,7 @@ distribution, rank 0 gathers the logits of the rows, decides and broadcasts the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import distributed
@@ -17,19 +18,61 @@ from workers.forward.loaded_model import LoadedModel
 from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext, rows_of_contexts
 from workers.sampling.decide import is_shardable, merge_winners, shard_winners
+from workers.sampling.winners import DecisionKernels
 from workers.transfer import rows_of
 from workers.verify.decider import Decisions, LocalDecider, chosen_contexts, decide_where_possible, most_probable
+
+
+class Exchange(Protocol):
+    """What the ranks send each other to decide. All of them call each method together."""
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors, `[ranks, …]`."""
+
+    def gather(self, own: torch.Tensor) -> list[torch.Tensor] | None:
+        """All ranks' tensors on rank 0, `None` on other ranks."""
+
+    def broadcast(self, numbers: torch.Tensor) -> None:
+        """Replace numbers on the host by those of rank 0."""
+
+
+class _ProcessGroup:
+    """Sends by the collectives of the process group."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        gathered = own.new_empty((self._ranks, *own.shape))
+        distributed.all_gather_into_tensor(gathered.flatten(0, 1), own)  # a list of tensors would be copied out of one
+        return gathered
+
+    def gather(self, own: torch.Tensor) -> list[torch.Tensor] | None:
+        gathered = [torch.empty_like(own) for _ in range(self._ranks)] if self._rank == 0 else None
+        distributed.gather(own, gathered, dst=0)
+        return gathered
+
+    def broadcast(self, numbers: torch.Tensor) -> None:
+        distributed.broadcast(numbers, src=0)
 
 
 class GroupDecider:
     """Decides with the other ranks. All of them get the same tokens."""
 
-    def __init__(self, model: LoadedModel, rank: int) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        rank: int,
+        exchange: Exchange | None = None,
+        kernels: DecisionKernels | None = None,
+    ) -> None:
+        """The ranks send by the process group unless `exchange` is given; `kernels` are as for `LocalDecider`."""
         self._model = model
         self._rank = rank
-        self._ranks = model.tensor_parallel
-        self._shard = -(-model.vocabulary_size // self._ranks)
-        self._local = LocalDecider()
+        self._shard = -(-model.vocabulary_size // model.tensor_parallel)
+        self._exchange: Exchange = exchange or _ProcessGroup(rank, model.tensor_parallel)
+        self._kernels = kernels
+        self._local = LocalDecider(kernels)
 
     def decide(
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
@@ -61,7 +104,7 @@ class GroupDecider:
         return None
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor | None:
-        gathered = self._gather(self._padded(logits))
+        gathered = self._exchange.gather(self._padded(logits))
         return None if gathered is None else torch.cat(gathered, dim=1)[:, : self._model.vocabulary_size]
 
     def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
@@ -73,7 +116,7 @@ class GroupDecider:
             [logits.gather(1, own).clamp(min=least).double(), (own + self._model.vocabulary_offset).double()]
         )
         filled = torch.nn.functional.pad(found, (0, count - own.shape[1]), value=float("-inf"))
-        gathered = self._gather(filled)
+        gathered = self._exchange.gather(filled.contiguous())
         if gathered is None:
             return None
         values, tokens = torch.cat(gathered, dim=2)
@@ -82,12 +125,10 @@ class GroupDecider:
 
     def _by_winners(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
         """Merge the best scores and tokens of all parts, on every rank."""
-        values, ids = shard_winners(logits, contexts, self._model.vocabulary_offset)
+        values, ids = shard_winners(logits, contexts, self._model.vocabulary_offset, self._kernels)
         found = torch.stack([values.double(), ids.double()])  # exact: a float32, and an integer below 2**53
-        gathered = [torch.empty_like(found) for _ in range(self._ranks)]
-        distributed.all_gather(gathered, found)
-        best, tokens = (torch.stack(parts, dim=1) for parts in zip(*gathered, strict=True))  # [decisions, ranks]
-        tokens = tokens.long()
+        best, tokens = self._exchange.all_gather(found).unbind(1)  # [ranks, decisions]
+        best, tokens = best.T, tokens.T.long()
         return decide_where_possible(
             len(contexts), lambda rows: merge_winners(rows_of(best, rows).T, rows_of(tokens, rows).T)
         )
@@ -101,7 +142,7 @@ class GroupDecider:
                 count = len(one.nodes)
                 sent[index, : count + 1] = torch.tensor((count, *one.nodes))
                 sent[index, longest + 1 : longest + 2 + count] = torch.tensor(one.tokens)
-        distributed.broadcast(sent, src=0)
+        self._exchange.broadcast(sent)
         return [
             Accepted(tuple(row[1 : row[0] + 1]), tuple(row[longest + 1 : longest + 2 + row[0]]))
             for row in sent.tolist()
@@ -116,16 +157,12 @@ class GroupDecider:
         if full is not None:
             decided = self._local.decide(full, contexts, with_distribution)
         agreed = torch.tensor(decided.tokens)  # on the host, which knows them
-        distributed.broadcast(agreed, src=0)
+        self._exchange.broadcast(agreed)
         return Decisions(agreed.tolist(), decided.logits, decided.log_probabilities)
 
     def _padded(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, shard]`, so that all ranks' parts are equally wide; the last rank's may be shorter."""
         missing = self._shard - logits.shape[1]
+        if not missing:
+            return logits.contiguous()
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")).contiguous()
-
-    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """All ranks' tensors on rank 0, `None` on other ranks."""
-        gathered = [torch.empty_like(tensor) for _ in range(self._ranks)] if self._rank == 0 else None
-        distributed.gather(tensor.contiguous(), gathered, dst=0)
-        return gathered

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,10 +70,20 @@ def _device() -> torch.device:
 
 @contextmanager
 def fake_device() -> Iterator[torch.device]:
-    """Inside, all tensors are fake; those on the yielded device are on a GPU that nobody has."""
+    """Inside, all tensors are fake; those on the yielded device are on a GPU that nobody has.
+
+    Lists of their numbers count from 0. To make one, the host copies the whole tensor and waits, as on a GPU.
+    """
     device = _device()
-    with FakeTensorMode():
+    with FakeTensorMode(), patch.object(FakeTensor, "tolist", _listed):
         yield device
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    """A list of numbers of a tensor's shape. Those of a row of floats fall from 0.9 on to a tenth each."""
+    tensor.cpu()
+    numbers = np.arange(tensor.numel()).reshape(tuple(tensor.shape))
+    return (0.9 * 0.1 ** (numbers % tensor.shape[-1]) if tensor.is_floating_point() else numbers).tolist()
 
 
 class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -81,7 +93,9 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.copies = 0
-        """Tensors copied between the host and the device."""
+        """Tensors copied from the host to the device."""
+        self.reads = 0
+        """Tensors copied from the device to the host, which waits for it."""
         self.region = 0
         """Number of the region that is computed; 0 outside of all."""
 
@@ -115,7 +129,8 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any(on_device):
             return output
         if not all(on_device) and "copy" in function.__name__:
-            self.copies += 1
+            is_read = outputs[0].device.type != DEVICE
+            self.reads, self.copies = self.reads + is_read, self.copies + (not is_read)
         elif not _is_free(function, inputs, outputs):
             kernel = _kernel(function, args, kwargs, output)
             region = 0 if kernel.flops else self.region
@@ -186,8 +201,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _is_free(function: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether an operation only looks at a tensor in another way, or reserves memory."""
-    if function._overloadpacket.__name__ in _FREE or not outputs:
+    """Whether an operation only looks at a tensor in another way, reserves memory, or has nothing to compute."""
+    if function._overloadpacket.__name__ in _FREE or not any(one.numel() for one in outputs):
         return True
     if function._schema.is_mutable:
         return False
@@ -202,7 +217,8 @@ def _kernel(function: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Ke
     inputs, outputs = _tensors((args, kwargs)), _tensors(output)
     touched = {id(tensor): _bytes(tensor) for tensor in (*inputs, *outputs)}
     if packet.__name__ in _GATHERS:
-        rows = min((_bytes(tensor) for tensor in (*inputs, *outputs) if tensor.is_floating_point()), default=0)
+        moved = (_bytes(tensor) for tensor in (*inputs, *outputs) if tensor.dtype is not torch.int64)
+        rows = min(moved, default=0)
         return Kernel(packet.__name__, 2 * rows)
     return Kernel(packet.__name__, sum(touched.values()), flops)
 

@@ -16,6 +16,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
@@ -71,6 +72,10 @@ MODELS: dict[str, PreTrainedConfig] = {
     "Llama-3.3-70B": LlamaConfig(
         **_LLAMA, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
         intermediate_size=28672,
+    ),
+    "Qwen3-8B": Qwen3Config(
+        **_QWEN3, vocab_size=151936, hidden_size=4096, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=12288,
     ),
     "Qwen3-30B-A3B": Qwen3MoeConfig(
         **_QWEN3, vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,

@@ -16,10 +16,12 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from deploy.simulation.device.attention import NARROW, WIDE
+from deploy.simulation.device.decisions import ALL_GATHER, GATHER
 from deploy.simulation.device.fake_device import Kernel
+from deploy.simulation.device.kernels import ALL_REDUCE, WAIT
 from deploy.simulation.device.models import RankModel
 from deploy.simulation.device.speeds import ATTENTION, H100, OTHERS, PACKED, PRODUCTS, PROMPTS, Achieved, Device
-from deploy.simulation.device.step import ALL_REDUCE, GATHER, WAIT, Rows, StepCount, count_step
+from deploy.simulation.device.step import Rows, StepCount, count_step
 from workers.forward.symmetric_all_reduce import AllReduce, kind_of
 
 
@@ -37,7 +39,6 @@ class Prediction:
     sampling_seconds: float
 
 
-_SAMPLING = {GATHER, "largest_logits", "sum_digits", "choose_digits", "best_of_tiles", "join_tiles"}
 _ACHIEVED: dict[str, Achieved] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "multiply_splits", "multiply_tiles"), PRODUCTS),
     "group_product": PACKED,
@@ -58,10 +59,10 @@ def predict(step: StepCount, device: Device = H100, *, symmetric_memory: bool = 
     times = [
         _reduce_seconds(count, step.ranks, device, symmetric_memory=symmetric_memory) for count in step.all_reduces
     ]
-    sampling = sum(_sampled(one, device) for one in step.sequence if one.name in _SAMPLING)
-    moved = step.weight_bytes + step.kv_bytes + step.state_bytes
-    floor = max(moved / device.bytes_per_second, step.flops * step.share / device.flops_per_second)
-    seconds = _seconds(step, times, device)
+    sampling = sum(launched_seconds(one, step.ranks, device) for one in step.decisions)
+    floor = max(step.needed_bytes / device.bytes_per_second, step.flops * step.share / device.flops_per_second)
+    moves = sum(launched_seconds(one, step.ranks, device) for one in step.moves)
+    seconds = _pass_seconds(step, times, device) + sampling + moves
     return Prediction(seconds, floor, sum(times), sampling)
 
 
@@ -73,12 +74,17 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
     return max(moved, computed) + kernel.steps * achieved.step_seconds + achieved.seconds
 
 
-def _sampled(kernel: Kernel, device: Device) -> float:
-    """The time of a kernel that samples, which is outside of the graph. Rank 0 gathers logits as NCCL sends."""
+def launched_seconds(kernel: Kernel, ranks: int, device: Device) -> float:
+    """The time of a kernel that the host launches by itself, as it launches the next one meanwhile.
+
+    What ranks send each other besides sums goes through NCCL: all of them around a ring, or each to rank 0.
+    """
     if kernel.name == GATHER:
         sends = device.rings[-1]
         return sends.seconds + sends.hop_seconds + kernel.bytes / sends.bytes_per_second
-    return kernel_seconds(kernel, device) + device.launch_seconds
+    if kernel.name == ALL_GATHER:
+        return _ring_seconds(kernel.bytes, ranks - 1, device)
+    return max(kernel_seconds(kernel, device) + device.graph_launch_seconds, device.launch_seconds)
 
 
 def _reduce_seconds(count: int, ranks: int, device: Device, *, symmetric_memory: bool) -> float:
@@ -91,15 +97,16 @@ def _reduce_seconds(count: int, ranks: int, device: Device, *, symmetric_memory:
     sent = (ranks - 1 if kind is AllReduce.ONE_SHOT else 2 * (ranks - 1) / ranks) * count
     if kind is not AllReduce.NCCL:
         return device.all_reduce_seconds + sent / device.link_bytes_per_second
-    hops = 2 * (ranks - 1)
+    return _ring_seconds(sent, 2 * (ranks - 1), device)
+
+
+def _ring_seconds(sent: float, hops: int, device: Device) -> float:
+    """The time in which each rank sends so many bytes on to the next one, in so many hops."""
     return min(ring.seconds + hops * ring.hop_seconds + sent / ring.bytes_per_second for ring in device.rings)
 
 
-def _seconds(step: StepCount, all_reduces: Sequence[float], device: Device) -> float:
-    """The time until the last kernel of a step has ended. Those that sample are outside of the graph.
-
-    `all_reduces` are the times of the all-reduces.
-    """
+def _pass_seconds(step: StepCount, all_reduces: Sequence[float], device: Device) -> float:
+    """The time until the last kernel of the model's pass has ended. `all_reduces` are the times of the all-reduces."""
     now = linked = 0.0
     reducing = iter(all_reduces)
     ends: deque[float] = deque()
@@ -109,22 +116,25 @@ def _seconds(step: StepCount, all_reduces: Sequence[float], device: Device) -> f
             ends.append(linked)
         elif kernel.name == WAIT:
             now = max(now, ends.popleft())
-        elif kernel.name in _SAMPLING:
-            now += _sampled(kernel, device)
+        elif step.is_captured:
+            now += kernel_seconds(kernel, device) + device.graph_launch_seconds
         else:
-            work = kernel_seconds(kernel, device) + device.graph_launch_seconds
-            now += work if step.is_captured else max(work, device.launch_seconds)
+            now += launched_seconds(kernel, step.ranks, device)
     return now
 
 
+MIXED = (Rows(32, 2048), Rows(1, 1024, fresh=1024))
+"""Sequences that decode, and a chunk of a prompt."""
 STEPS: dict[str, tuple[Rows, ...]] = {
     "decode 1 × 2k": (Rows(1, 2048),),
     "decode 8 × 2k": (Rows(8, 2048),),
     "decode 64 × 2k, top-p": (Rows(64, 2048, top_p=True),),
     "verify 64 × 8 at 2k": (Rows(64, 2048, nodes=7),),
+    "verify 64 × 8 at 2k, top-p": (Rows(64, 2048, nodes=7, top_p=True),),
+    "verify 64 × 8 at 2k, trees": (Rows(64, 2048, nodes=7, branches=True),),
     "prompt of 2k": (Rows(1, 0, fresh=2048),),
     "prompt of 16k": (Rows(1, 0, fresh=16384),),
-    "decode 32 × 2k and a prompt chunk of 1k": (Rows(32, 2048), Rows(1, 1024, fresh=1024)),
+    "decode 32 × 2k and a prompt chunk of 1k": MIXED,
 }
 """The steps that are predicted, by name."""
 
@@ -135,7 +145,7 @@ def prediction_table(model: RankModel, *, symmetric_memory: bool = False) -> Tab
     part = f", one rank of {model.ranks}, {summed}," if model.ranks > 1 else ""
     table = Table(title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("step")
-    for heading in ("kernels", "per\nlayer", "GB", "TFLOP", "predicted\nms", "floor\nms", "ratio", "sampling\nms"):
+    for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, rows in STEPS.items():
         step = count_step(model, rows)
@@ -149,13 +159,44 @@ def prediction_table(model: RankModel, *, symmetric_memory: bool = False) -> Tab
             str(step.launches),
             str(step.layer_kernels),
             f"{step.bytes / 1e9:.1f}",
+            f"{step.bytes / step.needed_bytes:.2f}",
             f"{step.flops / 1e12:.2f}",
             f"{1e3 * found.seconds:.2f}",
             f"{1e3 * found.floor_seconds:.2f}",
             f"{found.seconds / found.floor_seconds:.2f}",
-            f"{1e3 * found.sampling_seconds:.2f}",
+            f"{100 * found.sampling_seconds / found.seconds:.1f}",
         )
+    added = added_chunk(model, symmetric_memory=symmetric_memory)
+    times = (f"{1e3 * added.seconds:.2f}", f"{1e3 * added.computed_seconds:.2f}")
+    ratio = f"{added.seconds / added.computed_seconds:.2f}"
+    table.add_row("what that chunk adds; what its operations take", *[""] * 5, *times, ratio, "")
     return table
+
+
+_HEADINGS = (
+    *("kernels", "per\nlayer", "GB", "÷\nneeded", "TFLOP"),
+    *("predicted\nms", "floor\nms", "ratio", "sampling\n%"),
+)
+"""Columns of the table of steps, after the step's name. Needed are weights, keys, values and recurrent states, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddedChunk:
+    """What a prompt chunk adds to a step of sequences that decode."""
+
+    seconds: float
+    computed_seconds: float
+    """What the operations that it adds take, at what products and attention achieve."""
+
+
+def added_chunk(model: RankModel, device: Device = H100, *, symmetric_memory: bool = False) -> AddedChunk:
+    """Predict what the chunk of `MIXED` adds to its other rows."""
+    alone, mixed = (count_step(model, rows) for rows in (MIXED[:-1], MIXED))
+    attention = sum(kernel.flops for kernel in mixed.kernels if kernel.name == WIDE)
+    products = mixed.flops - alone.flops - attention
+    before, after = (predict(one, device, symmetric_memory=symmetric_memory).seconds for one in (alone, mixed))
+    computed = (attention / PROMPTS.flops + products / PRODUCTS.flops) / device.flops_per_second
+    return AddedChunk(after - before, computed)
 
 
 PROMPT_BOUNDS = (256, 512, 1024, 2048, 4096, 8192)

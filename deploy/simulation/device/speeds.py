@@ -38,6 +38,8 @@ class Device:
     """What a GPU sends to the others."""
     all_reduce_seconds: float
     """Time of an all-reduce of few bytes through symmetric memory."""
+    host_bytes_per_second: float
+    """What a GPU and its host send each other, in each direction."""
     rings: tuple[Ring, ...]
     """NCCL's protocols, of which each sum takes the quickest; the last one also sends from rank to rank."""
 
@@ -48,6 +50,7 @@ H100 = Device(
     graph_launch_seconds=0.5e-6,  # NVIDIA's blog "Getting Started with CUDA Graphs", 2019: 3.4 - 2.9 µs, on a V100
     launch_seconds=3.8e-6,  # the same, launches without a graph
     link_bytes_per_second=450e9,  # NVIDIA's data sheet: 900 GB/s NVLink in both directions together
+    host_bytes_per_second=64e9,  # NVIDIA's data sheet: 128 GB/s of PCIe in both directions together
     all_reduce_seconds=8e-6,  # an assumption: one-shot over NVLink between 8 GPUs
     # By the model with which NCCL chooses (`baseLat`, `hwLat` and `llMaxBws` in its `src/graph/tuning.cc`): LL, LL128
     # and Simple. Sums in the NVLink switch, which it may take for large ones, are left out.

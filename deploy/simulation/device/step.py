@@ -11,34 +11,32 @@ import torch
 from torch import nn
 
 from cluster.core.config.target_section import KvSection
+from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
-from deploy.simulation.device.attention import FLOAT_BYTES, CountedAttention
+from deploy.simulation.device.attention import CountedAttention
+from deploy.simulation.device.decisions import ALL_GATHER, GATHER, count_decisions
 from deploy.simulation.device.fake_device import Kernel, KernelCounter, fake_device
+from deploy.simulation.device.kernels import ALL_REDUCE, WAIT, CountedExperts, CountedKernels, CountedStreamExperts
 from deploy.simulation.device.models import RankModel, load
 from deploy.simulation.device.recurrence import CountedRecurrences, count_recurrences
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.triton import CAPABILITIES
-from workers.forward.expert_choice import ExpertChoice
-from workers.forward.experts import ExpertMatrices, FastExperts, is_mixture, matrices_of
+from workers.forward.experts import FastExperts, is_mixture, matrices_of
 from workers.forward.fused_layers import fuse_layers, has_known_layers
 from workers.forward.layer_lists import decoder_layers
 from workers.forward.linear import FastLinear, sum_outputs
 from workers.forward.loaded_model import LoadedModel
-from workers.forward.projections import Gated
 from workers.forward.recurrent import bind_recurrent
-from workers.forward.residual_product import GATED_ROWS
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
-from workers.forward.triton.tiles import MOST_NORMALIZED
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
+from workers.sampling.context import RowDecisions
+from workers.verify.evidence import on_host
 
-ALL_REDUCE, WAIT, GATHER = "all_reduce", "wait", "gather"
-"""Beginnings and ends of sums over ranks, and what rank 0 receives of the others, among the kernels of a step in their
-order."""
+_SENT = (ALL_REDUCE, WAIT, ALL_GATHER, GATHER)
+"""What ranks send each other, among the kernels of a step."""
 _MOST_SEQUENCES = 4096
 """Sequences whose recurrent states have room."""
-_DIGIT_PASSES = 5
-"""Passes over the logits that find the last token of top-k or top-p (`workers.sampling.triton.truncation`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,30 @@ class Rows:
     fresh: int = 1
     """Tokens to compute: the last one, or a prompt."""
     nodes: int = 0
-    """Nodes of the draft, a chain."""
+    """Nodes of the draft."""
     top_p: bool = False
+    has_penalty: bool = False
+    """Whether tokens of the answer, which are all, change their own logits."""
+    branches: bool = False
+    """Whether the draft is another token beside a chain, which is accepted in its place; otherwise it is a chain."""
+
+    @property
+    def tree(self) -> TokenTree:
+        """The draft."""
+        chain = TokenTree.chain(range(self.nodes))
+        return TokenTree(chain.tokens, (-1, -1, *range(1, self.nodes - 1))) if self.branches else chain
+
+    @property
+    def accepted(self) -> range:
+        """The nodes that are accepted: all, or all of the chain."""
+        return range(int(self.branches), self.nodes)
+
+    def decisions(self) -> RowDecisions:
+        """What decides one of the rows: sampled, with noise."""
+        sampling = SamplingParameters(
+            temperature=0.7, top_p=0.95 if self.top_p else 1.0, presence_penalty=0.5 if self.has_penalty else 0.0
+        )
+        return RowDecisions(sampling, range(self.stored + self.fresh), 0, self.tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +80,11 @@ class StepCount:
     """What one step of one rank does."""
 
     sequence: tuple[Kernel, ...]
-    """Launched with the layers compiled, in order, with the beginnings and ends of all-reduces."""
+    """Launched by the model's pass with the layers compiled, in order, with the beginnings and ends of all-reduces."""
     layer_kernels: int
     """Launched by one layer, compiled."""
     copies: int
-    """Tensors copied to the device before the step."""
+    """Tensors copied to the device before the pass."""
     weight_bytes: int
     """Bytes of the weights that a step reads: all but the table of embeddings, and of experts those that are expected
     to be chosen."""
@@ -82,6 +102,16 @@ class StepCount:
     """Kernels that the host launches beside the graph before the decisions."""
     share: float = 1.0
     """The step's tokens as a share of those that are computed; the rest pads the graph."""
+    decisions: tuple[Kernel, ...] = ()
+    """Launched to decide, after the pass, with what ranks send each other."""
+    moves: tuple[Kernel, ...] = ()
+    """Launched to move the keys and values of accepted nodes, after the decisions."""
+    reads: int = 0
+    """Tensors copied to the host, which waits for them."""
+    shown: tuple[Kernel, ...] = ()
+    """Launched to copy hidden states to the host."""
+    shown_bytes: int = 0
+    """Bytes of these hidden states."""
 
     @property
     def launches(self) -> int:
@@ -91,7 +121,8 @@ class StepCount:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """What is launched, without what ranks send each other."""
-        return tuple(kernel for kernel in self.sequence if kernel.name not in (ALL_REDUCE, WAIT, GATHER))
+        launched = (*self.sequence, *self.decisions, *self.moves, *self.shown)
+        return tuple(kernel for kernel in launched if kernel.name not in _SENT)
 
     @property
     def all_reduces(self) -> tuple[int, ...]:
@@ -104,141 +135,22 @@ class StepCount:
         return sum(kernel.bytes for kernel in self.kernels)
 
     @property
+    def needed_bytes(self) -> int:
+        """Bytes of the weights, keys, values and recurrent states that the step has to read and write."""
+        return self.weight_bytes + self.kv_bytes + self.state_bytes
+
+    @property
     def flops(self) -> int:
         """Operations of all kernels."""
         return sum(kernel.flops for kernel in self.kernels)
 
 
-class _CountedKernels:
-    """The kernels of fused layers, which are counted instead of launched."""
-
-    def __init__(self, counter: KernelCounter) -> None:
-        self._counter = counter
-
-    def normalize(
-        self,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        epsilon: float,  # noqa: ARG002 - part of the interface
-    ) -> torch.Tensor:
-        self._counter.add(Kernel("normalize_rows", (2 * rows.numel() + weight.numel()) * rows.element_size()))
-        return torch.empty_like(rows)
-
-    def add_and_normalize(
-        self,
-        rows: torch.Tensor,
-        added: torch.Tensor,  # noqa: ARG002 - part of the interface
-        weight: torch.Tensor,
-        epsilon: float,  # noqa: ARG002
-        out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._counter.add(Kernel("normalize_rows", (4 * rows.numel() + weight.numel()) * rows.element_size()))
-        return (torch.empty_like(rows), torch.empty_like(rows)) if out is None else out
-
-    def silu_mul(self, gates: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        self._counter.add(Kernel("gate_columns", 3 * gates.numel() * gates.element_size()))
-        return gates.new_empty(gates.shape)
-
-    def choose(self, logits: torch.Tensor, choice: ExpertChoice) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = logits.new_empty((len(logits), choice.each))
-        chosen = torch.empty(weights.shape, dtype=torch.int64, device=logits.device)
-        self._counter.add(Kernel("choose_experts", logits.numel() * logits.element_size() + 10 * weights.numel()))
-        return weights, chosen
-
-    def product(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,  # noqa: ARG002 - part of the interface
-        *,
-        follows_gate: bool,
-    ) -> _CountedProduct:
-        return _CountedProduct(weight, self._counter, most_gated=max(GATED_ROWS) if follows_gate else 0)
-
-    def begin_sum(self, part: torch.Tensor) -> Callable[[], None]:
-        self._counter.add(Kernel(ALL_REDUCE, part.numel() * part.element_size()))
-        return lambda: self._counter.add(Kernel(WAIT, 0))
-
-
-class _CountedProduct:
-    """A product that adds to the residual stream, which is counted instead of launched."""
-
-    def __init__(self, weight: torch.Tensor, counter: KernelCounter, most_gated: int) -> None:
-        self._weight, self._counter, self.most_gated = weight, counter, most_gated
-
-    def multiply(self, x: torch.Tensor | Gated) -> torch.Tensor:
-        return self._weight.new_empty((self._count(x, 0), len(self._weight)))
-
-    def add_and_normalize(
-        self,
-        x: torch.Tensor | Gated,
-        stream: torch.Tensor,
-        norm: tuple[torch.Tensor, float],  # noqa: ARG002 - part of the interface
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_one = len(stream) <= MOST_NORMALIZED
-        self._count(x, 2 if is_one else 1)
-        if not is_one:
-            self._counter.add(Kernel("normalize_rows", 2 * stream.numel() * stream.element_size()))
-        return torch.empty_like(stream), torch.empty_like(stream)
-
-    def _count(self, x: torch.Tensor | Gated, others: int) -> int:
-        """Count the product, and that many more readings or writings of its results. Returns the number of rows."""
-        outputs, inputs = self._weight.shape
-        rows, read = (x.tokens, 2 * inputs) if isinstance(x, Gated) else (len(x), inputs)
-        numbers = self._weight.numel() + rows * (read + (1 + others) * outputs)
-        self._counter.add(Kernel("multiply_splits", numbers * self._weight.element_size(), 2 * rows * outputs * inputs))
-        return rows
-
-
-class _CountedExperts:
-    """The kernels of the experts of a layer, which are counted instead of launched."""
-
-    def __init__(self, matrices: ExpertMatrices, number_bytes: float, counter: KernelCounter) -> None:
-        self._matrices, self._number_bytes, self._counter = matrices, number_bytes, counter
-        self.read = 0
-        """Bytes of the matrices that a step reads."""
-
-    def mix(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        rows = self._multiply(x, chosen)
-        self._counter.add(Kernel("add_rows", (rows * x.shape[1] + x.numel()) * x.element_size()))
-        return torch.empty_like(x)
-
-    def _multiply(self, x: torch.Tensor, chosen: torch.Tensor) -> int:
-        """Count the routing and the products. Returns the number of rows of all experts."""
-        matrices, rows, element = self._matrices, chosen.numel(), x.element_size()
-        experts = len(matrices.first)
-        share = 1 - (1 - chosen.shape[1] / experts) ** len(chosen)  # of the experts: each token chooses by itself
-        self._counter.add(Kernel("route_expert", 16 * rows))
-        for matrix, inputs in ((matrices.first, x.numel()), (matrices.second, rows * matrices.second.shape[2])):
-            read = int(share * matrix.numel() * self._number_bytes)
-            outputs = matrices.second.shape[2] if matrix is matrices.first else matrix.shape[1]
-            flops = 2 * rows * matrix.shape[1] * matrix.shape[2]
-            self._counter.add(Kernel("multiply_tiles", read + (inputs + rows * outputs) * element, flops))
-            self.read += read
-        return rows
-
-
-class _CountedStreamExperts(_CountedExperts):
-    """Experts that add to the residual stream, as they do where no ranks sum theirs before."""
-
-    def mix_add_and_normalize(
-        self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,  # noqa: ARG002 - part of the interface
-        stream: torch.Tensor,
-        norm: tuple[torch.Tensor, float],  # noqa: ARG002
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._multiply(x, chosen)
-        numbers = rows * x.shape[1] + 3 * x.numel()
-        self._counter.add(Kernel("add_rows_and_normalize", numbers * x.element_size()))
-        return torch.empty_like(stream), torch.empty_like(stream)
-
-
-def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
+def count_step(model: RankModel, rows: Sequence[Rows], taps: tuple[int, ...] = ()) -> StepCount:
     """Run a step of one rank on the fake device, decisions included, and count what it does.
 
+    With `taps` the host reads hidden states after these layers at accepted positions.
     Every step attends by the Triton kernels. A step that fits a CUDA graph is counted as it is captured, padding
-    included, and then replayed.
+    included, and then replayed. The host is told numbers that count from 0, whatever it reads.
     Raises what PyTorch raises where a tensor is on the wrong device or the host would wait.
     """
     with fake_device() as device:
@@ -248,40 +160,41 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
         tokens = sum(kind.count * (kind.stored + kind.fresh + kind.nodes + section.block_size) for kind in rows)
         tables = group_layers(loaded.kv_spec, section, truncatable=False).layout.tables
         pool = KvPool(loaded.kv_spec, section, -(-tokens // section.block_size) * tables)
-        pass_ = _CountedPass(model, loaded, pool)
+        pass_ = _CountedPass(model, loaded, pool, taps)
         counter, runner = pass_.counter, pass_.runner
-        is_fused = not loaded.states and fuse_layers(loaded.module, _CountedKernels(counter))
+        is_fused = not loaded.states and fuse_layers(loaded.module, CountedKernels(counter))
         if (recurrent := bind_recurrent(loaded.module)) is not None:
             longest = max(kind.fresh + kind.nodes for kind in rows)
             moves = sum(kind.count * (2 + kind.nodes) for kind in rows)  # before, after the tokens, after each node
             count_recurrences(recurrent, CountedRecurrences(counter, longest, moves))
-        batch = [row for kind in rows for row in _forward_rows(pool, kind)]
-        pass_.attention.rows = shapes = [row.shape for row in batch]
-        width = sum(row.width for row in shapes)
-        size = None if runner.graphs is None else runner.graphs.size(shapes, sum(len(row.select) for row in batch))
-        beside = KernelCounter()
-        if runner.graphs is None or size is None:
-            pass_.count(lambda: runner.forward(batch))
-        else:
-            runner.graphs.capture(size)
-            with beside:
-                runner.forward(batch)
-        outputs = loaded.module.get_output_embeddings()
-        selected = sum(len(row.select) for row in batch)
-        logits = torch.empty((selected, outputs.out_features), dtype=loaded.dtype, device=device)
-        counter.add(*_decisions(logits, rows, model.ranks))
+        batch = [(row, kind) for kind in rows for row in _forward_rows(pool, kind)]
+        logits, beside, share = pass_.run([row for row, _ in batch])
+        decided = count_decisions(loaded, model.ranks, logits, (kind.decisions() for _, kind in batch))
+        moved = KernelCounter()
+        with moved, pool.moving_together():
+            for row, kind in batch:
+                runner.commit(row, kind.accepted)
+        shown = KernelCounter()
+        with shown:
+            states = [runner.hidden_of(index, kind.accepted) for index, (_, kind) in enumerate(batch) if taps]
+            on_host(states)
         is_compiled = not loaded.states
         return StepCount(
             sequence=tuple(counter.fused() if is_compiled else counter.eager()),
             layer_kernels=_usual_layer(counter, pass_.begins, is_compiled),
             copies=counter.copies + beside.copies,
+            decisions=decided.kernels,
+            moves=tuple(moved.eager()),
+            reads=counter.reads + beside.reads + decided.reads + moved.reads + shown.reads,
+            shown=tuple(shown.eager()),
+            shown_bytes=sum(one.numel() * one.element_size() for one in states),
             weight_bytes=weight_bytes + sum(one.read for one in pass_.experts),
             kv_bytes=pass_.attention.kv_bytes,
             is_fused=is_fused,
             state_bytes=0 if pool.states is None else pool.states.size * _state_moves(rows),
-            is_captured=size is not None,
+            is_captured=share is not None,
             beside=len(beside.operations),
-            share=1.0 if size is None else width / size.tokens,
+            share=share or 1.0,
             ranks=model.ranks,
         )
 
@@ -289,17 +202,34 @@ def count_step(model: RankModel, rows: Sequence[Rows]) -> StepCount:
 class _CountedPass:
     """A runner whose passes are counted. It stands for the capture of CUDA graphs: a replay launches nothing."""
 
-    def __init__(self, model: RankModel, loaded: LoadedModel, pool: KvPool) -> None:
+    def __init__(self, model: RankModel, loaded: LoadedModel, pool: KvPool, taps: tuple[int, ...] = ()) -> None:
         self.counter = KernelCounter()
         self.attention = CountedAttention(attention_setting(loaded, pool), self.counter)
         self.runner = ModelRunner(
-            loaded, pool, attention=ChosenBackend("triton", self.attention, CAPABILITIES), capture=self.capture
+            loaded, pool, taps, ChosenBackend("triton", self.attention, CAPABILITIES), capture=self.capture
         )
         self.experts = _count_experts(loaded.module, model, self.counter)
         _sum_outputs(loaded.module, model)
         self.begins: list[int] = []
         """The number of operations before each layer."""
         self._model, self._module = model, loaded.module
+
+    def run(self, batch: Sequence[ForwardRow]) -> tuple[torch.Tensor, KernelCounter, float | None]:
+        """Compute the rows. Returns their logits, and what is launched and copied beside a graph.
+
+        The last is the share of the graph's tokens that the rows have; `None` where they fit no graph.
+        """
+        runner, beside, found = self.runner, KernelCounter(), list[torch.Tensor]()
+        self.attention.rows = shapes = [row.shape for row in batch]
+        selected = sum(len(row.select) for row in batch)
+        size = None if runner.graphs is None else runner.graphs.size(shapes, selected)
+        if runner.graphs is None or size is None:
+            self.count(lambda: found.append(runner.forward(batch)))
+            return found[0], beside, None
+        runner.graphs.capture(size)
+        with beside:
+            logits = runner.forward(batch)
+        return logits, beside, sum(row.width for row in shapes) / size.tokens
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         self.count(function)
@@ -321,15 +251,15 @@ def _state_moves(rows: Sequence[Rows]) -> int:
     return sum(kind.count * (1 + bool(kind.stored)) for kind in rows)
 
 
-def _count_experts(module: nn.Module, model: RankModel, counter: KernelCounter) -> list[_CountedExperts]:
+def _count_experts(module: nn.Module, model: RankModel, counter: KernelCounter) -> list[CountedExperts]:
     """Replace the experts of all layers by kernels that are counted."""
-    found: list[_CountedExperts] = []
+    found: list[CountedExperts] = []
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if is_mixture(child):
                 if (matrices := matrices_of(child)) is None:
                     raise RuntimeError(f"{type(child).__name__} is not multiplied by the kernels")
-                kind = _CountedExperts if model.ranks > 1 else _CountedStreamExperts
+                kind = CountedExperts if model.ranks > 1 else CountedStreamExperts
                 found.append(kind(matrices, model.expert_bytes, counter))
                 setattr(parent, name, FastExperts(found[-1]))
     return found
@@ -370,7 +300,7 @@ def _forward_rows(pool: KvPool, kind: Rows) -> Iterator[ForwardRow]:
             if pool.states is not None:
                 pool.states.assume(table.states)
             pool.commit(table, (0,) * kind.stored)
-        tree = TokenTree.chain(range(kind.nodes))
+        tree = kind.tree
         select = tuple(range(kind.fresh - 1, kind.fresh + kind.nodes))
         row = ForwardRow(table, (0,) * kind.fresh, tree, select)
         pool.reserve(table, row.end, len(tree))
@@ -401,35 +331,3 @@ def _all_reduces(module: nn.Module, model: RankModel, counter: KernelCounter) ->
             if model.ranks > 1 and name.endswith(summed):
                 stack.callback(part.register_forward_hook(record).remove)
         yield
-
-
-def _decisions(logits: torch.Tensor, rows: Sequence[Rows], ranks: int) -> Iterator[Kernel]:
-    """What the first of some ranks does to decide, with logits `[decisions, vocabulary (this rank's part)]`.
-
-    For rows with top-p it gathers the logits of all ranks and samples from the whole vocabulary. The other ranks wait
-    for the tokens, which hosts send. For the other rows each rank finds its best scores and tokens, which all exchange.
-    """
-    (count, size), element = logits.shape, logits.element_size()
-    truncated = sum(kind.count * (1 + kind.nodes) for kind in rows if kind.top_p)
-    if ranks == 1:
-        yield from _samples(count, truncated, size * element)
-        return
-    if count > truncated:
-        yield from _samples(count - truncated, 0, size * element)
-        yield from (Kernel(ALL_REDUCE, (count - truncated) * 2 * 8), Kernel(WAIT, 0))
-    if truncated:
-        yield Kernel(GATHER, truncated * size * element * (ranks - 1))
-        yield Kernel("cat", 2 * truncated * size * element * ranks)
-        yield from _samples(truncated, truncated, size * element * ranks)
-
-
-def _samples(count: int, truncated: int, row_bytes: int) -> Iterator[Kernel]:
-    """The kernels of `workers.sampling.triton` for sampled rows, some of them with top-p."""
-    read, parts = count * row_bytes, count * -(-row_bytes // (2 * 4096)) * 2 * FLOAT_BYTES
-    if truncated:
-        yield Kernel("largest_logits", truncated * row_bytes)
-        for _ in range(_DIGIT_PASSES):
-            yield Kernel("sum_digits", truncated * row_bytes)
-            yield Kernel("choose_digits", truncated * 2048 * 2 * 8)
-    yield Kernel("best_of_tiles", read + parts)
-    yield Kernel("join_tiles", parts)

@@ -1,4 +1,4 @@
-"""How kernels read the rows of a step: its contexts on the device, and a row's warped logits, one tile at a time.
+"""How kernels read the rows of a step: a row's warped logits, one tile at a time.
 
 A row is divided into tiles of columns. After these come tiles of its entries, the columns whose logits are changed by
 themselves; a mask takes them out of the tiles of columns. Every kernel treats both kinds alike, so logits are neither
@@ -7,77 +7,13 @@ copied nor written.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
-import numpy as np
-import torch
 import triton
 import triton.language as tl
 
-from workers.sampling.decision_table import WORD, DecisionTable
-from workers.transfer import to_device_together
+from workers.sampling.decision_table import WORD
 
-TILE = 4096
-"""Columns or entries of a tile."""
-_ENTRIES = 1024
 _WORD = tl.constexpr(WORD)
 _LARGEST_LOGIT = tl.constexpr(1e30)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """The fields of a `DecisionTable` on the device. `excluded` has all masks, with the columns of entries."""
-
-    seeds: torch.Tensor
-    positions: torch.Tensor
-    temperatures: torch.Tensor
-    masks: torch.Tensor
-    excluded: torch.Tensor
-    ends: torch.Tensor
-    columns: torch.Tensor
-    factors: torch.Tensor
-    terms: torch.Tensor
-    truncated: torch.Tensor
-    limits: torch.Tensor
-    shares: torch.Tensor
-    tails: torch.Tensor
-    gaps: torch.Tensor
-    column_tiles: int
-    entry_tiles: int
-    """Tiles of the row with the most entries."""
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of a row."""
-        return self.column_tiles + self.entry_tiles
-
-    def of_logits(self, logits: torch.Tensor) -> tuple[object, ...]:
-        """The arguments that all kernels have first."""
-        return (
-            logits, self.temperatures, self.masks, self.excluded, self.ends, self.columns, self.factors, self.terms,
-            logits.shape[1], logits.stride(0), self.column_tiles,
-        )  # fmt: skip
-
-
-def rows_on(device: torch.device, table: DecisionTable, size: int) -> Rows:
-    """Copy a table for logits `[n, size]` to the device in one piece."""
-    arrays = {field.name: getattr(table, field.name) for field in fields(table) if field.name != "mask_count"}
-    integers = [array.view(np.int64 if array.itemsize == 8 else np.int32) for array in arrays.values()]
-    found = {
-        name: part.view(torch.from_numpy(array).dtype)
-        for (name, array), part in zip(arrays.items(), to_device_together(integers, device), strict=True)
-    }
-    words = -(-size // WORD)
-    masks = torch.zeros((table.mask_count, words), dtype=torch.int32, device=device)
-    masks.view(-1)[: table.excluded.size].copy_(found["excluded"].flatten())
-    entries = len(table.columns)
-    if entries:
-        exclude_entries[(triton.cdiv(entries, _ENTRIES),)](
-            masks, found["masks"], found["rows"], found["columns"], entries, words, COUNT=_ENTRIES
-        )
-    found["excluded"] = masks
-    del found["rows"]
-    return Rows(**found, column_tiles=triton.cdiv(size, TILE), entry_tiles=triton.cdiv(table.most_entries, TILE))
 
 
 @triton.jit(do_not_specialize=["entries"])

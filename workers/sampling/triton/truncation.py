@@ -7,46 +7,19 @@ masses (top-p) by the next digit of their places. All sums are of integers, so t
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from workers.sampling.decision_table import MOST_COLUMNS
-from workers.sampling.triton.rows import TILE, Rows, ordered_bits, warped_tile
+from workers.sampling.triton.rows import ordered_bits, warped_tile
 from workers.sampling.truncate import UNIT_BITS
+from workers.sampling.winners import DIGIT_BITS
 
-_DIGIT_BITS = 11
-_SHIFTS = (44, 33, 22, 11, 0)
-"""Bits below each digit of a place, which has 54 bits."""
-_BINS = 1 << _DIGIT_BITS
-_BITS = tl.constexpr(_DIGIT_BITS)
+_BITS = tl.constexpr(DIGIT_BITS)
 _LAST_COLUMN, _COLUMN_BITS = tl.constexpr(MOST_COLUMNS - 1), tl.constexpr(MOST_COLUMNS.bit_length() - 1)
 _EXPONENT_BIAS = tl.constexpr(127 + UNIT_BITS)
 _ROUNDER = tl.constexpr(12582912.0)
 """1.5 · 2²³: adding and subtracting it rounds a small float32 to the nearest integer, to the even one of two."""
-
-
-def edges_of(
-    logits: torch.Tensor, rows: Rows, bests: torch.Tensor, *, with_limits: bool, with_shares: bool
-) -> torch.Tensor:
-    """The places of the last tokens that top-k and top-p keep, int64 `[truncated rows]`; 0 where they keep all.
-
-    `bests` float32 `[truncated rows]` are the largest warped logits.
-    """
-    count = len(rows.truncated)
-    edges, prefixes, wanted = (torch.zeros(count, dtype=torch.int64, device=logits.device) for _ in range(3))
-    sums = torch.zeros((count, _BINS), dtype=torch.int64, device=logits.device)
-    for by_mass in [False] * with_limits + [True] * with_shares:
-        for shift in _SHIFTS:
-            constants = {"BY_MASS": by_mass, "SHIFT": shift, "FIRST": shift == _SHIFTS[0], "BINS": _BINS}
-            sum_digits[(count, rows.tiles)](
-                *rows.of_logits(logits), rows.truncated, rows.limits, rows.shares, rows.tails, bests, edges, prefixes,
-                sums, **constants, COUNT=TILE, num_warps=8, enable_fp_fusion=False,
-            )  # fmt: skip
-            choose_digits[(count,)](
-                rows.limits, rows.shares, edges, prefixes, wanted, sums, logits.shape[1], **constants, num_warps=8
-            )
-    return edges
 
 
 @triton.jit

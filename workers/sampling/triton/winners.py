@@ -1,8 +1,4 @@
-"""Decisions by Triton kernels: logits processors, Gumbel noise and argmax in one pass over the logits.
-
-The tokens are those of `workers.sampling.decide`, whose functions on PyTorch's operators are the reference. Rows with
-top-k, top-p or min-p are read in more passes, before.
-"""
+"""The Triton kernels that decide (`workers.sampling.winners`), and their launches."""
 
 from __future__ import annotations
 
@@ -10,57 +6,70 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.sampling.decision_table import DecisionTable
 from workers.sampling.triton.noise import LEAST_NOISE, MOST_NOISE, gumbel, packed_chords, row_key
-from workers.sampling.triton.rows import TILE, Rows, ordered_bits, rows_on, warped_tile
-from workers.sampling.triton.truncation import edges_of, places
+from workers.sampling.triton.rows import exclude_entries, ordered_bits, warped_tile
+from workers.sampling.triton.truncation import choose_digits, places, sum_digits
+from workers.sampling.winners import BINS, SHIFTS, TILE, Rows, Search
 
 _SPREAD = tl.constexpr(MOST_NOISE - LEAST_NOISE)
 _NO_COLUMN = tl.constexpr(2147483647)
+_ENTRIES = 1024
+"""Entries of a program."""
 
 
-def winners(logits: torch.Tensor, table: DecisionTable, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best score of each row of logits `[n, size]`, float32 `[n]`, and its token, int64 `[n]`.
+class TritonDecisions:
+    """Launches the kernels that decide. It is `DecisionKernels`."""
 
-    Logits are those of tokens `offset … offset + size - 1`, with contiguous rows. A row in which no token can be chosen
-    has the score minus infinity.
-    """
-    count, size = logits.shape
-    rows = rows_on(logits.device, table, size)
-    bests, edges, truncations = _truncations(logits, rows, table)
-    parts = torch.empty((count, rows.tiles), dtype=torch.float32, device=logits.device)
-    part_columns = torch.empty((count, rows.tiles), dtype=torch.int32, device=logits.device)
-    best_of_tiles[(count, rows.tiles)](
-        *rows.of_logits(logits), rows.seeds, rows.positions, packed_chords(logits.device),
-        truncations, bests, edges, rows.gaps, parts, part_columns, offset,
-        COUNT=TILE, TRUNCATES=len(table.truncated) > 0, num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
-    values = torch.empty(count, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
-    join_tiles[(count,)](
-        parts, part_columns, values, tokens, rows.tiles, offset, TILES=triton.next_power_of_2(rows.tiles)
-    )
-    return values, tokens
+    def exclude_entries(
+        self, excluded: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
+    ) -> None:
+        entries = len(columns)
+        exclude_entries[(triton.cdiv(entries, _ENTRIES),)](
+            excluded, masks, rows, columns, entries, excluded.shape[1], COUNT=_ENTRIES
+        )
+
+    def largest_logits(self, logits: torch.Tensor, rows: Rows, orders: torch.Tensor, indices: torch.Tensor) -> None:
+        largest_logits[(len(orders), rows.tiles)](
+            *rows.of_logits(logits), rows.truncated, orders, indices, COUNT=TILE, num_warps=8
+        )
+
+    def sum_digits(self, logits: torch.Tensor, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:
+        sum_digits[(len(rows.truncated), rows.tiles)](
+            *rows.of_logits(logits), rows.truncated, rows.limits, rows.shares, rows.tails, search.bests, search.edges,
+            search.prefixes, search.sums, **_digit(by_mass, shift), COUNT=TILE, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def choose_digits(self, size: int, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:
+        choose_digits[(len(rows.truncated),)](
+            rows.limits, rows.shares, search.edges, search.prefixes, search.wanted, search.sums, size,
+            **_digit(by_mass, shift), num_warps=8,
+        )  # fmt: skip
+
+    def best_of_tiles(
+        self,
+        logits: torch.Tensor,
+        rows: Rows,
+        truncation: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        parts: tuple[torch.Tensor, torch.Tensor],
+        offset: int,
+    ) -> None:
+        bests, edges, indices = truncation
+        best_of_tiles[(len(logits), rows.tiles)](
+            *rows.of_logits(logits), rows.seeds, rows.positions, packed_chords(logits.device),
+            indices, bests, edges, rows.gaps, *parts, offset,
+            COUNT=TILE, TRUNCATES=len(rows.truncated) > 0, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def join_tiles(
+        self, parts: tuple[torch.Tensor, torch.Tensor], found: tuple[torch.Tensor, torch.Tensor], offset: int
+    ) -> None:
+        rows, tiles = parts[0].shape
+        join_tiles[(rows,)](*parts, *found, tiles, offset, TILES=triton.next_power_of_2(tiles))
 
 
-def _truncations(
-    logits: torch.Tensor, rows: Rows, table: DecisionTable
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Largest logit and place of the last kept token of each truncated row, and the truncation's index of each row."""
-    count = len(table.truncated)
-    edges = torch.zeros(count, dtype=torch.int64, device=logits.device)
-    orders = torch.full((count,), torch.iinfo(torch.int32).min, dtype=torch.int32, device=logits.device)
-    indices = torch.full((len(logits),), -1, dtype=torch.int32, device=logits.device)
-    if not count:
-        return orders, edges, indices
-    largest_logits[(count, rows.tiles)](
-        *rows.of_logits(logits), rows.truncated, orders, indices, COUNT=TILE, num_warps=8
-    )
-    bests = torch.where(orders < 0, orders ^ 0x7FFFFFFF, orders).view(torch.float32)
-    with_limits, with_shares = bool((table.limits < logits.shape[1]).any()), bool((table.shares < 1.0).any())
-    if with_limits or with_shares:
-        edges = edges_of(logits, rows, bests, with_limits=with_limits, with_shares=with_shares)
-    return bests, edges, indices
+def _digit(by_mass: bool, shift: int) -> dict[str, object]:
+    """The constants of the kernels that search for a digit."""
+    return {"BY_MASS": by_mass, "SHIFT": shift, "FIRST": shift == SHIFTS[0], "BINS": BINS}
 
 
 @triton.jit

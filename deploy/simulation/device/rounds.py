@@ -1,0 +1,67 @@
+"""How long a round of a target with a drafting module on its GPU takes on an H100: a prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from cluster.core.config.draft_section import DraftSection
+from deploy.simulation.device.drafting import RoundCount, count_eagle_round
+from deploy.simulation.device.models import RankModel
+from deploy.simulation.device.prediction import kernel_seconds, launched_seconds, predict
+from deploy.simulation.device.speeds import H100, Device
+
+ROUND_ROWS = (1, 8, 64)
+_STORED = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedRound:
+    """Times of a round, in seconds."""
+
+    target_seconds: float
+    shown_seconds: float
+    """Hidden states of accepted positions, to the host and back."""
+    draft_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of the whole round."""
+        return self.target_seconds + self.shown_seconds + self.draft_seconds
+
+
+def predict_round(found: RoundCount, device: Device = H100) -> PredictedRound:
+    """Predict the times of a round. The head's passes are CUDA graphs; what is beside them is launched by the host."""
+    captured = [kernel for kernels in found.passes for kernel in kernels]
+    drafts = sum(kernel_seconds(kernel, device) + device.graph_launch_seconds for kernel in captured)
+    drafts += sum(launched_seconds(kernel, 1, device) for kernel in found.beside)
+    shown = sum(launched_seconds(kernel, 1, device) for kernel in found.target.shown)
+    shown += 2 * found.target.shown_bytes / device.host_bytes_per_second
+    return PredictedRound(predict(found.target, device).seconds, shown, drafts)
+
+
+def rounds_table(model: RankModel) -> Table:
+    """One row per number of sequences, each of which verifies a draft of the default size and gets the next one."""
+    draft = DraftSection()
+    table = Table(title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.title = f"{model.name} with an EAGLE head of one layer, in bfloat16 on one H100: predicted"
+    table.add_column("round")
+    headings = (
+        *("kernels,\ntarget", "drafts:\npasses", "a pass", "beside", "graphs", "copies", "waits"),
+        *("target\nms", "states\nms", "drafts\nms", "round\nms"),
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rows in ROUND_ROWS:
+        found = count_eagle_round(model, rows, _STORED, draft)
+        times = predict_round(found)
+        counts = (
+            *(found.target.launches, len(found.passes), len(found.passes[-1]), len(found.beside), found.graphs),
+            *(found.target.copies + found.copies, found.target.reads + found.reads),
+        )
+        seconds = (times.target_seconds, times.shown_seconds, times.draft_seconds, times.seconds)
+        name = f"{rows} × {1 + draft.max_nodes} at 2k"
+        table.add_row(name, *map(str, counts), *(f"{1e3 * one:.2f}" for one in seconds))
+    return table
