@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import accumulate, chain, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from workers.kv.allocator import BlockCopy
 from workers.transfer import to_device, to_device_together
-
-if TYPE_CHECKING:
-    from workers.kv.triton.entries import Records
 
 
 class Path(NamedTuple):
@@ -27,18 +24,41 @@ class Path(NamedTuple):
     destinations: list[int]
 
 
+class CopyKernels(Protocol):
+    """The module `workers.kv.triton.entries`."""
+
+    def records_of(self, stacks: Sequence[torch.Tensor]) -> Any:
+        """What `copy_paths` reads of the records of stacks."""
+
+    def copy_paths(
+        self,
+        records: Any,
+        ends: torch.Tensor,
+        sources: torch.Tensor,
+        destinations: torch.Tensor,
+        slots: int = 1,
+    ) -> None:
+        """Copy entries of so many slots along paths, in one launch."""
+
+
 class StackCopies:
     """Copies within stacks `[records, blocks, block size, …]`: by PyTorch, or on a GPU with Triton in one launch."""
 
-    def __init__(self, stacks: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, stacks: Sequence[torch.Tensor], device: torch.device, kernels: CopyKernels | None = None
+    ) -> None:
+        """`kernels` copy in place of Triton's, on any device."""
         self._stacks = stacks
         self._device = device
-        self._records: Records | None = None
+        self._kernels = kernels
+        self._records: Any = None
         """Where the stacks are, once the kernel has copied something."""
 
     @property
     def has_kernel(self) -> bool:
-        """Whether Triton copies: on an NVIDIA GPU where the package `triton` is installed."""
+        """Whether a kernel copies: on an NVIDIA GPU where the package `triton` is installed."""
+        if self._kernels is not None:
+            return True
         return self._device.type == "cuda" and len(self._stacks) > 0 and find_spec("triton") is not None
 
     @torch.inference_mode()
@@ -75,15 +95,17 @@ class StackCopies:
                 self._launch([Path([0], [0])], slots)
 
     def _launch(self, paths: Sequence[Path], slots: int) -> None:
-        from workers.kv.triton import entries
+        if self._kernels is None:
+            from workers.kv.triton import entries
 
+            self._kernels = entries
         if self._records is None:
-            self._records = entries.records_of(self._stacks)
+            self._records = self._kernels.records_of(self._stacks)
         ends = np.array([0, *accumulate(len(path.sources) for path in paths)], dtype=np.int64)
         entry_lists = (list(chain.from_iterable(one)) for one in zip(*paths, strict=True))
         arrays = [ends, *(np.array(one, dtype=np.int64) for one in entry_lists)]
         listed, sources, destinations = to_device_together(arrays, self._device)
-        entries.copy_paths(self._records, listed, sources, destinations, slots)
+        self._kernels.copy_paths(self._records, listed, sources, destinations, slots)
 
 
 def follow(copies: Sequence[BlockCopy], noted: Sequence[BlockCopy]) -> bool:

@@ -17,7 +17,7 @@ from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.tree import ROOT
 from workers.kv.allocator import BlockAllocator, BlockCopy
 from workers.kv.block_table import BlockTable, Prefix
-from workers.kv.copies import Path, StackCopies, follow
+from workers.kv.copies import CopyKernels, Path, StackCopies, follow
 from workers.kv.eight_bits import record_bytes
 from workers.kv.groups import KvCacheGroups, group_layers
 from workers.kv.huge_pages import huge_pages
@@ -96,8 +96,15 @@ class KvPool:
     """
 
     def __init__(
-        self, spec: KvCacheSpec, section: PoolSection, blocks: int | None = None, *, truncatable: bool = False
+        self,
+        spec: KvCacheSpec,
+        section: PoolSection,
+        blocks: int | None = None,
+        *,
+        truncatable: bool = False,
+        kernels: CopyKernels | None = None,
     ) -> None:
+        """`kernels` copy blocks and slots in place of those of a GPU."""
         self.kv_groups = group_layers(spec, section, truncatable)
         blocks_total = blocks_that_fit(spec, section, truncatable) if blocks is None else blocks
         self.states = _make_states(spec, section, truncatable=truncatable)
@@ -119,7 +126,7 @@ class KvPool:
         self.keys, self.values, stacks = _allocate_tensors(
             spec, self.kv_groups, blocks_total + spec.scratch_blocks, stored
         )
-        self._stacks = StackCopies(stacks, spec.device)
+        self._stacks = StackCopies(stacks, spec.device, kernels)
         self.store = KvStore(self.kv_groups, self.keys, self.values, stored)
         self.tiers: Tiers | None = None  # last: if anything above raises, there is nothing to close
         """The host and disk tiers, or `None` if none is configured."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,6 +66,28 @@ class CountedDecisions:
 
     def _add(self, name: str, moved: int) -> None:
         self._counter.add(Kernel(name, moved))
+
+
+class CountedCopies:
+    """`CopyKernels`, whose launch is counted."""
+
+    def __init__(self, counter: KernelCounter) -> None:
+        self._counter = counter
+
+    def records_of(self, stacks: Sequence[torch.Tensor]) -> int:
+        """Bytes of a slot of all records."""
+        return sum(stack[:, 0, 0].nbytes for stack in stacks)
+
+    def copy_paths(
+        self,
+        records: int,
+        ends: torch.Tensor,
+        sources: torch.Tensor,
+        destinations: torch.Tensor,
+        slots: int = 1,
+    ) -> None:
+        listed = ends.nbytes + sources.nbytes + destinations.nbytes
+        self._counter.add(Kernel("copy_entries", 2 * len(sources) * slots * records + listed))
 
 
 class CountedExchange:

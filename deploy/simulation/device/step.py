@@ -14,7 +14,7 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from deploy.simulation.device.attention import CountedAttention
-from deploy.simulation.device.decisions import ALL_GATHER, GATHER, count_decisions
+from deploy.simulation.device.decisions import ALL_GATHER, GATHER, CountedCopies, count_decisions
 from deploy.simulation.device.fake_device import Kernel, KernelCounter, fake_device
 from deploy.simulation.device.kernels import ALL_REDUCE, WAIT, CountedExperts, CountedKernels, CountedStreamExperts
 from deploy.simulation.device.models import RankModel, load
@@ -159,7 +159,8 @@ def count_step(model: RankModel, rows: Sequence[Rows], taps: tuple[int, ...] = (
         section = KvSection(block_size=16, dtype=model.kv_dtype, sequences=_MOST_SEQUENCES, prefix_cache=False)
         tokens = sum(kind.count * (kind.stored + kind.fresh + kind.nodes + section.block_size) for kind in rows)
         tables = group_layers(loaded.kv_spec, section, truncatable=False).layout.tables
-        pool = KvPool(loaded.kv_spec, section, -(-tokens // section.block_size) * tables)
+        moved = KernelCounter()
+        pool = KvPool(loaded.kv_spec, section, -(-tokens // section.block_size) * tables, kernels=CountedCopies(moved))
         pass_ = _CountedPass(model, loaded, pool, taps)
         counter, runner = pass_.counter, pass_.runner
         is_fused = not loaded.states and fuse_layers(loaded.module, CountedKernels(counter))
@@ -170,7 +171,6 @@ def count_step(model: RankModel, rows: Sequence[Rows], taps: tuple[int, ...] = (
         batch = [(row, kind) for kind in rows for row in _forward_rows(pool, kind)]
         logits, beside, share = pass_.run([row for row, _ in batch])
         decided = count_decisions(loaded, model.ranks, logits, (kind.decisions() for _, kind in batch))
-        moved = KernelCounter()
         with moved, pool.moving_together():
             for row, kind in batch:
                 runner.commit(row, kind.accepted)
