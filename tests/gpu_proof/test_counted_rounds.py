@@ -68,7 +68,7 @@ def test_a_wait_inside_a_pass_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_predicts_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "ROUND_ROWS", (1,))
     result = CliRunner().invoke(simulate, ["step", "--model", MODEL.name, "--draft", "eagle"])
-    assert "Qwen3-8B with an EAGLE head" in result.output
+    assert "Qwen3-8B after 2048 tokens with an EAGLE head" in " ".join(result.output.split())
     assert "1 × 8" in result.output
 
 

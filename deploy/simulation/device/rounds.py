@@ -43,13 +43,15 @@ def predict_round(found: RoundCount, device: Device = H100) -> PredictedRound:
 
 
 def rounds_table(model: RankModel) -> Table:
-    """One row per number of sequences, each of which verifies a draft of the default size and gets the next one."""
+    """One row per number of sequences, each of which verifies a draft of the default size and gets the next one.
+
+    Passes are the head's: one over the accepted tokens, then one for each depth of the trees but the last.
+    """
     draft = DraftSection()
     table = Table(title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    table.title = f"{model.name} with an EAGLE head of one layer, in bfloat16 on one H100: predicted"
-    table.add_column("round")
+    table.add_column("rows ×\ntokens", no_wrap=True)
     headings = (
-        *("kernels,\ntarget", "drafts:\npasses", "a pass", "beside", "graphs", "copies", "waits"),
+        *("kernels\ntarget", "passes", "of a\npass", "beside", "copies", "waits"),
         *("target\nms", "states\nms", "drafts\nms", "round\nms"),
     )
     for heading in headings:
@@ -57,11 +59,12 @@ def rounds_table(model: RankModel) -> Table:
     for rows in ROUND_ROWS:
         found = count_eagle_round(model, rows, _STORED, draft)
         times = predict_round(found)
+        table.title = f"{model.name} after {_STORED} tokens with an EAGLE head of one layer, whose passes are "
+        table.title += f"{found.graphs} CUDA graphs, in bfloat16 on one H100: predicted"
         counts = (
-            *(found.target.launches, len(found.passes), len(found.passes[-1]), len(found.beside), found.graphs),
+            *(found.target.launches, len(found.passes), len(found.passes[-1]), len(found.beside)),
             *(found.target.copies + found.copies, found.target.reads + found.reads),
         )
         seconds = (times.target_seconds, times.shown_seconds, times.draft_seconds, times.seconds)
-        name = f"{rows} × {1 + draft.max_nodes} at 2k"
-        table.add_row(name, *map(str, counts), *(f"{1e3 * one:.2f}" for one in seconds))
+        table.add_row(f"{rows} × {1 + draft.max_nodes}", *map(str, counts), *(f"{1e3 * one:.2f}" for one in seconds))
     return table
