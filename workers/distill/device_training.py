@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cluster.core.errors import ConfigurationError
 from workers.distill.descent import descend, learning_rate
-from workers.distill.peers import ALONE, Peers
+from workers.distill.peers import ALONE, Peers, own
 
 _PAUSES = 9.0
 """Time between two reports relative to the time that the former took."""
@@ -160,7 +160,8 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
         one.
         A training that is resumed takes the batches that it would have taken.
 
-        Raises `ConfigurationError` without a text to learn from, and `FloatingPointError` if the loss is not finite.
+        Raises `ConfigurationError` without a text to learn from, and instead of a report if the loss or parameters are
+        not finite.
         """
         plan = self._plan
         optimizers = self.optimizers
@@ -218,9 +219,15 @@ class DeviceTraining(ABC, Generic[Module, Texts, Batch]):
 
     def _state(self, step: int, seconds: float, found: Sequence[Tensor], epoch: int) -> State:
         """The state from the losses of some steps, which are read here alone; those of all peers are summed."""
-        loss, *right = self._peers.summed(torch.stack(list(found)).mean(dim=0)).tolist()
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss before step {step} is {loss}")
+        mean = torch.stack(list(found)).mean(dim=0)
+        # The mean loss may be finite while the last step has left parameters that are not.
+        broken = torch.stack([(~own(one).isfinite()).any() for one in self._module.parameters()]).sum()
+        loss, *right, count = self._peers.summed(torch.cat([mean, broken.to(mean.dtype).reshape(1)])).tolist()
+        if count or not math.isfinite(loss):
+            lost = f"the loss is {loss}" if not math.isfinite(loss) else "the draft has parameters that are not finite"
+            raise ConfigurationError(
+                f"--learning-rate: {self._plan.learning_rate:g} is refused; it must be lower: at step {step}, {lost}"
+            )
         return State(step, seconds, loss, right[0] if right else None, epoch)
 
     def _checked_parts(self) -> int:

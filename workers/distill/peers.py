@@ -59,6 +59,12 @@ ALONE = Peers()
 """One process."""
 
 
+def own(value: Tensor) -> Tensor:
+    """The part of a tensor of a sharded module that this process has."""
+    found: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return found
+
+
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a sharded module, each whole on every process. All processes have to call it."""
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in tensors.items()}
