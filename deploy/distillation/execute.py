@@ -43,6 +43,8 @@ def execute(
         run.writer, settings = writer, writer.settings
         chosen.states = chosen.states or chosen.answers.parent / (f"{STATES}-{settings}" if settings else STATES)
         run.remember(settings)
+        if run.directory_of_training is not None:
+            stack.enter_context(run.directory_of_training.held())
         if chosen.workers == 1:
             return run.run()
         from deploy.distillation.ray_trainers import run_in_workers  # it needs Ray

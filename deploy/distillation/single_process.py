@@ -6,7 +6,6 @@ A `TextWriter` has the target. The training itself reads stored hidden states, a
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -27,10 +26,11 @@ from deploy.dataclass_options import number_list
 from deploy.distillation.begun_draft import begun_draft
 from deploy.distillation.checkpoints import NO_CHECKPOINTS, STATE, Checkpoints, FileCheckpoints
 from deploy.distillation.conversations import AnswerPlan, BatchedTarget, Write
+from deploy.distillation.fitting import Fitting, Place, States
 from deploy.distillation.training_card import TrainingCard, command_of
 from deploy.distillation.training_directory import TrainingDirectory
 from workers.distill.answers import Answer, AnswerFile, read_answers, trainable
-from workers.distill.device_training import DeviceTraining, Resumed, State
+from workers.distill.device_training import DeviceTraining
 from workers.distill.eagle3.states import lengthened
 from workers.distill.modules.module_plan import layer_shape
 from workers.distill.modules.tap_cache import ReadStates, Report, TapCache, states_of
@@ -51,9 +51,6 @@ _REPORTS = 10
 _MOST_WORKERS = 1024
 _TELL_SECONDS = 30.0
 """Pause between two lines on the hidden states that are stored, in seconds."""
-
-States = TypeVar("States")
-"""Texts with the hidden states that a training reads."""
 
 
 def common_options(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -264,7 +261,8 @@ class SingleProcess(ABC):
         if kept is None or not kept.is_finished:
             return False
         self.tell(f"this training has ended: its draft is taken from {kept.path}; without that, it starts anew")
-        kept.restore(self.options.out)
+        if not self.peers.rank:
+            kept.restore(self.options.out)
         return True
 
     def store(self, texts: Texts) -> None:
@@ -296,7 +294,7 @@ class SingleProcess(ABC):
     def tell(self, text: str) -> None:
         """Tell a line with the seconds since the start."""
         line = f"[{time.monotonic() - self._began:7.1f} s] {text}"
-        self.card.lines.append(line)
+        self.card.note(line)
         self._told(line)
 
     def _now_and_then(self) -> Report:
@@ -360,41 +358,15 @@ class SingleProcess(ABC):
         The first of the `measured` texts decide: those that were held back, then those of `--evaluate`. Without any,
         the latest state is saved.
         """
-        begun, kept = self.checkpoints.load(training), self.directory_of_training
-        best = -math.inf if kept is None else kept.best()
-        if begun.step:
-            self.tell(f"the training goes on from step {begun.step}")
-        if kept is not None and not self.peers.rank:
-            kept.restore(self.options.out)
-
-        def save_best(reached: float) -> None:
-            save()
-            if kept is not None and not self.peers.rank:
-                kept.keep(self.options.out, reached)
-
-        def report(state: State) -> None:
-            nonlocal best
-            found = {name: training.measure(each) for name, each in measured.items()}
-            self.tell(f"training {state}; {'; '.join(f'{name} {one}' for name, one in found.items())}")
-            own = next((one.tokens_per_step for one in found.values()), math.inf)
-            # Processes agree, though their measures may differ in the last bit.
-            reached = float(self.peers.summed(torch.tensor(own, device=self.device))) / self.peers.count
-            self.card.add(state, own)
-            if reached >= best:
-                best = reached
-                save_best(best)
-            self.checkpoints.save(training, Resumed(state.step, state.seconds))
-
-        training.run(texts, report, self.options.report_seconds, resumed=begun)
-        if best == -math.inf:
-            save_best(best)
-        if self.peers.rank:
-            return
-        if self.card.introduction:  # what was told after the best state belongs to the card, too
-            self.card.rewrite(self.options.out)
-        if kept is not None:
-            kept.keep(self.options.out, best)
-            kept.finish()
+        place = Place(
+            out=self.options.out,
+            card=self.card,
+            tell=self.tell,
+            peers=self.peers,
+            checkpoints=self.checkpoints,
+            directory=self.directory_of_training,
+        )
+        Fitting(training, measured, save, place).run(texts, self.options.report_seconds)
 
     def save(self, introduction: str, method: str, write: Callable[[Path], None]) -> None:
         """Write the checkpoint and its model card, in the place of an earlier one."""

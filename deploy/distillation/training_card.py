@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +18,8 @@ from workers.distill.modules.module_plan import CURVE
 from workers.distill.target_model import device_name
 
 CARD = "README.md"
+_TEXTS, _LINES, _CURVES = ("introduction", "method"), "lines", ("losses", "agreements")
+"""What a record has: texts, lines with their steps, and points of curves, which begin with theirs."""
 
 
 @dataclass(slots=True)
@@ -33,19 +37,24 @@ class TrainingCard:
     """What the draft is."""
     method: str = ""
     """How it learned."""
-    lines: list[str] = field(default_factory=list)
-    """What was told of the training."""
+    lines: list[tuple[int, str]] = field(default_factory=list)
+    """What was told of the training, each with the number of steps before it."""
     progress: Progress = field(default_factory=Progress)
+
+    def note(self, line: str) -> None:
+        """Add what is told now."""
+        self.lines.append((self.progress.step, line))
 
     def add(self, state: State, tokens_per_step: float) -> None:
         """Add a point to the curve: the tokens per step on texts that are not trained on, infinite without any."""
+        self.progress.step = state.step
         self.progress.losses.append((state.step, state.seconds, state.loss))
         if math.isfinite(tokens_per_step):
             self.progress.agreements.append((state.step, state.seconds, tokens_per_step))
 
     def text(self) -> str:
         """The card, as Markdown."""
-        lines = "\n".join(f"    {line}" for line in self.lines)
+        lines = "\n".join(f"    {line}" for _, line in self.lines)
         curve = f"\n![Loss and tokens per step]({CURVE})\n" if self.pictures() else ""
         notes = f"\n{self.notes.strip()}\n" if self.notes.strip() else ""
         return f"""\
@@ -63,6 +72,20 @@ class TrainingCard:
 
 {lines}
 {curve}{notes}"""
+
+    def record(self) -> dict[str, Any]:
+        """All that an interrupted training would lose of the card, as JSON values."""
+        found = {name: getattr(self, name) for name in _TEXTS}
+        return found | {_LINES: self.lines} | {name: getattr(self.progress, name) for name in _CURVES}
+
+    def go_on(self, record: Mapping[str, Any], step: int) -> None:
+        """Begin with the record of an earlier run, up to the step from which this one goes on."""
+        for name in _TEXTS:
+            setattr(self, name, getattr(self, name) or record[name])
+        self.lines[:0] = [(before, line) for before, line in record[_LINES] if before <= step]
+        self.progress.step = step
+        for name in _CURVES:
+            getattr(self.progress, name)[:0] = [tuple(point) for point in record[name] if point[0] <= step]
 
     def pictures(self) -> dict[str, bytes]:
         """The curve by its file name; empty without a point, and where matplotlib is not installed."""

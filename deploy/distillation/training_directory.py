@@ -6,7 +6,8 @@ import argparse
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
@@ -15,18 +16,18 @@ import numpy as np
 
 from deploy.distillation.begun_draft import content_digest
 from deploy.distillation.checkpoints import STATE
-from workers.distill.answers import Answer
+from workers.distill.answers import Answer, hold_alone
 from workers.distill.output import replaced_directory
 from workers.model.fingerprint import weights_digest
 
 _TEXTS, _BEST, _FINISHED, _MEASURE = "texts.json", "best", "finished", "tokens_per_step.json"
-_CARD = "README.md"
+_CARD, _SAID = "README.md", "card.json"
 _WITHOUT_INFLUENCE = ("target", "answers", "states", "write_seconds", "notes", "file_bytes", "command_line", "start")
 """Options that change nothing of a training whose texts and weights are known."""
 
 
 class TrainingDirectory:
-    """Has the texts that a training began with, its states, and the best draft so far.
+    """Has the texts that a training began with, its states, what its card says, and the best draft so far.
 
     A draft learned the tokens that were frequent in its texts, and its batches are drawn from all of them: with other
     texts, a state would belong to another training.
@@ -46,6 +47,17 @@ class TrainingDirectory:
         text = json.dumps([command, weights_digest(target), begun, settings, values], default=str, sort_keys=True)
         name = f"{chosen.out.name}-{blake2b(text.encode(), digest_size=8).hexdigest()}"
         return cls(Path(chosen.answers).resolve().parent / name)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, no other command has this training. Raises `ConfigurationError` while one has it.
+
+        The processes that train for the command do not call it.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.with_name(f"{self.path.name}.lock").open("ab") as file:
+            hold_alone(file, f"training {self.path}")
+            yield
 
     @property
     def is_begun(self) -> bool:
@@ -100,6 +112,20 @@ class TrainingDirectory:
             with replaced_directory(out, (kept / _CARD).read_text(encoding="utf-8"), {}) as scratch:
                 _copy(kept, scratch)
                 (scratch / _MEASURE).unlink()
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Store what the card says so far. Call it before the state of then is stored."""
+        scratch = self.path / f"{_SAID}.part"
+        scratch.write_text(json.dumps(record), encoding="utf-8")
+        scratch.replace(self.path / _SAID)
+
+    def noted(self) -> dict[str, Any] | None:
+        """What the card said when the last state was stored, or more; `None` if nothing is known."""
+        file = self.path / _SAID
+        if not file.exists():
+            return None
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
 
     def finish(self) -> None:
         """Note that the training ended; a state in the directory itself is of no use any more."""

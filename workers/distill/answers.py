@@ -111,7 +111,7 @@ def hold_alone(file: IO[Any], where: str) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigurationError(f"{where}: another process writes this file; needed one at a time") from None
+            raise ConfigurationError(f"{where}: another process has it open; needed one at a time") from None
 
 
 def read_answers(path: Path) -> tuple[Answer, ...]:

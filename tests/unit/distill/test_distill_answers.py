@@ -63,7 +63,7 @@ def test_two_processes_never_write_answers_at_the_same_time(tmp_path: Path) -> N
     """The second one would cut off what the first one has just begun to write."""
     path = tmp_path / "a.jsonl"
     with AnswerFile(path) as file:
-        with pytest.raises(ConfigurationError, match=r"answers .*a\.jsonl: another process writes this file"):
+        with pytest.raises(ConfigurationError, match=r"answers .*a\.jsonl: another process has it open"):
             AnswerFile(path).__enter__()
         file.append(answer("one"))
 

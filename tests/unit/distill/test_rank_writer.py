@@ -49,6 +49,7 @@ class Run:
     """A training that only notes where its hidden states are. It is a `SingleProcess`."""
 
     found: Path
+    directory_of_training = None
 
     def __init__(self, chosen: argparse.Namespace, _: object) -> None:
         self._chosen = chosen

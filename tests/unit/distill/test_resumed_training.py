@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +16,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deploy.distillation import single_process
+from cluster.core.errors import ConfigurationError
+from deploy.distillation import dspark, single_process, training_card
 from deploy.distillation.checkpoints import FileCheckpoints
+from deploy.distillation.execute import execute
 from deploy.distillation.rank_writer import RankWriter
+from deploy.distillation.single_process import SingleProcess, Texts
 from deploy.distillation.training_directory import TrainingDirectory
-from tests.unit.distill.training_folder import Folder
+from tests.unit.distill.training_folder import KINDS, STEPS, Folder
 from workers.distill.answers import Answer
 from workers.distill.device_training import DeviceTraining, Resumed
+from workers.distill.peers import Peers
 
 STOPPED = 5
 
@@ -140,6 +147,99 @@ def test_a_training_whose_texts_are_gone_starts_anew_and_says_so(
 
     assert folder.has_told("starts anew: ") and not folder.has_told("goes on")
     assert_equal(weights, wanted)
+
+
+@pytest.mark.slow
+def test_the_card_and_the_curve_of_a_stopped_training_have_both_of_its_parts(
+    folders: Callable[[str], Folder], stop_at: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that were taken twice are told once."""
+    drawn: list[list[int]] = []
+    monkeypatch.setattr(
+        training_card, "loss_curve", lambda progress, **_: drawn.append([step for step, *_ in progress.losses])
+    )
+    folder = folders("stopped")
+    stop_at(STOPPED)
+    with pytest.raises(KeyboardInterrupt):
+        folder.train()
+    stop_at(0)
+
+    folder.train()
+
+    card = (folder.path / "out" / "README.md").read_text()
+    assert [int(step) for step in re.findall(r"epoch \d+, step (\d+) ", card)] == [*range(1, STEPS + 1)] == drawn[-1]
+    assert card.count("the training goes on from step ") == 1 and card.count("the target starts on 1 rank") == 1
+    assert card.index("step 1 ") < card.index("goes on from step ") < card.index(f"step {STEPS} ")
+
+
+def finished(folder: Folder, rank: int) -> SingleProcess:
+    """A run of process `rank` of two, whose training has ended with a draft."""
+    make, _ = KINDS[folder.kind]
+    run: SingleProcess = make.Run(make.options(folder.words()), folder.told.append, Peers(rank, 2))
+    kept = run.directory_of_training = TrainingDirectory(folder.path / "training")
+    (folder.path / "draft").mkdir()
+    for name in ("README.md", "pilotfish_draft.json"):
+        (folder.path / "draft" / name).write_text("{}")
+    kept.begin([], [])
+    kept.keep(folder.path / "draft", 2.5)
+    kept.finish()
+    return run
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_processes_one_writes_the_draft_of_a_training_that_has_ended(
+    rank: int, directory: Path, tmp_path: Path
+) -> None:
+    folder = Folder("eagle3", tmp_path / "folder", directory, ())
+
+    assert finished(folder, rank).had_ended()
+
+    assert (folder.path / "out").exists() == (rank == 0)
+
+
+class Waits(dspark.Run):
+    """A run that starts the same command again while it runs."""
+
+    refused = ""
+
+    def texts(self) -> Texts:
+        with pytest.raises(ConfigurationError) as refused:
+            execute(dspark.Run, self.options, self._told)
+        Waits.refused = str(refused.value)
+        raise KeyboardInterrupt
+
+
+def test_a_second_command_for_a_training_that_runs_is_refused(directory: Path, tmp_path: Path) -> None:
+    """It would remove the state of the first one, or both would write the same file."""
+    folder = Folder("dspark", tmp_path / "folder", directory, ())
+    for _ in range(2):  # once the first one has died, another one may begin
+        with pytest.raises(KeyboardInterrupt):
+            execute(Waits, dspark.options(folder.words()), folder.told.append)
+        assert re.fullmatch(r"training .*/out-\w+: another process has it open; needed one at a time", Waits.refused)
+        Waits.refused = ""
+
+
+HOLDS = """\
+import sys, time
+from pathlib import Path
+from deploy.distillation.training_directory import TrainingDirectory
+with TrainingDirectory(Path(sys.argv[1])).held():
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_training_whose_process_was_killed_is_free(tmp_path: Path) -> None:
+    kept = TrainingDirectory(tmp_path / "work" / "training")
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(kept.path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with pytest.raises(ConfigurationError, match="another process has it open"), kept.held():
+            pass
+        process.kill()
+    with kept.held():
+        kept.begin([], [])  # what is in the directory is removed, but not who has it
+        with pytest.raises(ConfigurationError, match="another process has it open"), kept.held():
+            pass
 
 
 def test_the_best_draft_is_kept_and_comes_back(tmp_path: Path) -> None:

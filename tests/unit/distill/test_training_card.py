@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ def card() -> TrainingCard:
 def test_the_card_of_a_draft_has_its_command_what_was_told_and_its_notes(tmp_path: Path) -> None:
     made = card()
     made.introduction, made.method = "A drafter.", "It learned."
-    made.lines += ["[1.0 s] first", "[2.0 s] second"]
+    made.note("[1.0 s] first")
+    made.note("[2.0 s] second")
 
     made.rewrite(tmp_path)
 
@@ -43,6 +45,28 @@ def test_a_card_shows_the_curve_of_what_was_measured(tmp_path: Path) -> None:
 
     assert "![Loss and tokens per step](training.png)" in made.text()
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_card_goes_on_with_what_was_noted_before_the_state_of_then() -> None:
+    first, second = card(), card()
+    first.introduction, first.method = "A drafter.", "It learned."
+    first.note("texts")
+    for step in (1, 2, 3):
+        first.add(State(step, 60.0 * step, 3.0, None, 0), 1.0 + step)
+        first.note(f"step {step}")
+    second.note("texts again")
+
+    second.go_on(json.loads(json.dumps(first.record())), 2)
+    second.note("goes on")
+    second.add(State(3, 180.0, 2.5, None, 0), 4.5)
+    second.note("another step 3")
+
+    assert [line for _, line in second.lines] == [
+        *("texts", "step 1", "step 2", "texts again", "goes on", "another step 3"),
+    ]
+    assert second.progress.losses == [(1, 60.0, 3.0), (2, 120.0, 3.0), (3, 180.0, 2.5)]
+    assert [value for *_, value in second.progress.agreements] == [2.0, 3.0, 4.5]
+    assert "A drafter." in second.text() and "It learned." in second.text()
 
 
 def test_the_curve_of_a_loss_below_zero_is_drawn_upwards_and_nothing_for_texts_that_are_not_there(

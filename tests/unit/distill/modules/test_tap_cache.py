@@ -83,7 +83,7 @@ def test_two_processes_never_store_hidden_states_at_the_same_time(tmp_path: Path
     """The index of each would name rows of the other one."""
 
     def read(rows: Sequence[Sequence[int]], *_: object) -> list[Tensor]:
-        with pytest.raises(ConfigurationError, match=r"taps .*taps-0-2\.jsonl: another process writes this file"):
+        with pytest.raises(ConfigurationError, match=r"taps .*taps-0-2\.jsonl: another process has it open"):
             TapCache(tmp_path, TAPS, HIDDEN_SIZE, LONGEST).fill(states_of, ANSWERS, lambda done, wanted: None)
         return states_of(rows)
 
