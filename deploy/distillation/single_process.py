@@ -34,6 +34,7 @@ from workers.distill.device_training import DeviceTraining
 from workers.distill.eagle3.states import lengthened
 from workers.distill.modules.module_plan import layer_shape
 from workers.distill.modules.tap_cache import ReadStates, Report, TapCache, states_of
+from workers.distill.options import refuse_equal_names
 from workers.distill.output import replaced_directory
 from workers.distill.peers import ALONE, Peers
 from workers.distill.prompts import Task, evaluation_tasks, read_prompts, schedule
@@ -99,11 +100,7 @@ def checked(chosen: argparse.Namespace, bounds: Mapping[str, tuple[int, int]]) -
         if not least <= (value := getattr(chosen, name)) <= most:
             option = f"--{name.replace('_', '-')}"
             raise ConfigurationError(f"{option}: {value} is refused; it must be within {least} and {most}")
-    files = [*chosen.prompts, *([] if chosen.evaluate is None else [chosen.evaluate])]
-    if len({file.name for file in files}) < len(files):
-        raise ConfigurationError(
-            "--prompts and --evaluate: files of the same name are refused; answers are stored under their names"
-        )
+    refuse_equal_names(chosen.prompts, chosen.evaluate)
     chosen.parts = chosen.parts or chosen.workers
     if chosen.workers > 1 and chosen.steps is None:
         raise ConfigurationError("--workers: needed --steps with several processes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from cluster.core.errors import ConfigurationError
@@ -69,11 +70,15 @@ def collect_answers(
     `ConfigurationError` if the budget leaves no answer to train on.
     """
     options = job.options
-    if any(prompt.is_template for prompts in files for prompt in prompts):
-        raise ConfigurationError(f"--prompts: templates are refused for kind {options.kind}; needed eagle3 or dspark")
     evaluation = (
         [] if options.evaluate is None else evaluation_tasks(options.evaluate, options.evaluate_prompts, options.seed)
     )
+    read = {"--prompts": chain(*files), "--evaluate": (task.prompt for task in evaluation)}
+    for option, prompts in read.items():
+        if any(prompt.is_template for prompt in prompts):
+            raise ConfigurationError(
+                f"{option}: templates are refused for kind {options.kind}; needed eagle3 or dspark"
+            )
     if not is_frozen:
         tasks = schedule(files, options.temperatures, options.held_out, options.seed)
         _generate_answers(job, ANSWERS, tasks, options.answer_tokens, budget)

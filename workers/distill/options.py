@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -242,10 +243,7 @@ class DistillOptions:
             raise ConfigurationError(
                 f"--work: {self.work_directory} is refused; it must not be inside --out, {self.out}"
             )
-        if len({file.name for file in self.prompts}) < len(self.prompts):
-            raise ConfigurationError(
-                "--prompts: files of the same name are refused; answers are stored under their names"
-            )
+        refuse_equal_names(self.prompts, self.evaluate)
         single = ("evaluate", "student_config", "start", "notes")
         named = [("prompts", file) for file in self.prompts] + [(name, getattr(self, name)) for name in single]
         for name, file in named:
@@ -270,6 +268,17 @@ class DistillOptions:
             for part in value if field.name == "prompts" else (value,):
                 words.append(_option(field.name) if part is True else f"{_option(field.name)} {_written(part)}")
         return " \\\n    ".join(words)
+
+
+def refuse_equal_names(prompts: Sequence[Path], evaluate: Path | None) -> None:
+    """Raise `ConfigurationError` for files of prompts with the same name: answers and states have it in their keys."""
+    files = [*prompts, *([] if evaluate is None else [evaluate])]
+    names = [file.name for file in files]
+    if equal := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigurationError(
+            f"--prompts and --evaluate: files of the same name, {equal}, are refused; answers are stored under their "
+            "names"
+        )
 
 
 def _without_directories(assignment: str) -> str:

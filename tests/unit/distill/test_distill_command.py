@@ -186,6 +186,10 @@ def test_a_draft_can_be_trained_further(finished_run: DistillRun) -> None:
         (("--steps", "1", "--vocabulary-size", "321"), "vocabulary_size: 321 is refused; it must be within 1 and 320"),
         (("--steps", "1", "--start", "absent"), "--start: a draft has its layers; needed without --layers"),
         (("--steps", "1", "--layers", "", "--start", "absent"), "--start absent: no such file"),
+        (
+            ("--steps", "1", "--prompts", "elsewhere/bench.jsonl"),
+            "--prompts and --evaluate: files of the same name, bench.jsonl, are refused",
+        ),
         (("--steps", "1", "--prompts", "absent.jsonl"), "--prompts absent.jsonl: no such file"),
     ],
 )

@@ -15,8 +15,9 @@ from deploy.distillation import dspark
 from deploy.distillation.conversations import AnswerPlan, BatchedTarget, Tokens, WritingPlan
 from deploy.distillation.single_process_job import distill_in_one_process
 from workers.distill.answers import Answer
+from workers.distill.data import collect_answers
 from workers.distill.options import DistillOptions
-from workers.distill.prompts import Prompt, Task
+from workers.distill.prompts import Prompt, Task, read_prompts
 
 MOST = 150
 
@@ -108,7 +109,7 @@ def test_a_run_that_goes_on_draws_other_numbers_than_the_one_before() -> None:
         (("--slots", "1"), "--slots: 1 is refused; it must be within 2 and 256"),
         (
             ("--evaluate", "other/none"),
-            "--prompts and --evaluate: files of the same name are refused; answers are stored under their names",
+            "--prompts and --evaluate: files of the same name, none, are refused; answers are stored under their names",
         ),
         (("--blocks", "90", "--max-length", "64"), "--blocks: 90 is refused; it must be within 1 and 64"),
     ],
@@ -125,6 +126,33 @@ def test_an_option_of_another_kind_is_refused(kind: str, name: str) -> None:
     options: dict[str, Any] = {"kind": kind, "prompts": (Path(__file__),), "out": Path("out"), "steps": 1, name: 8}
     with pytest.raises(ConfigurationError, match=f"--{name.replace('_', '-')}: refused for kind {kind}"):
         distill_in_one_process(SimpleNamespace(options=DistillOptions(**options)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["layers", "heads", "block", "eagle", "exit", "table", "eagle3", "dspark"])
+@pytest.mark.parametrize("equal", ["prompts", "evaluate"])
+def test_files_of_the_same_name_are_refused_for_all_kinds(kind: str, equal: str) -> None:
+    """Answers and hidden states of both would have the same keys, and those of one would be left out."""
+    file, same = Path(__file__), Path("elsewhere") / Path(__file__).name
+    given: dict[str, Any] = {"prompts": (file, same)} if equal == "prompts" else {"prompts": (file,), "evaluate": same}
+    message = f"--prompts and --evaluate: files of the same name, {file.name}, are refused"
+
+    with pytest.raises(ConfigurationError, match=message):
+        DistillOptions(kind=kind, out=Path("out"), steps=1, **given)
+
+
+@pytest.mark.parametrize("option", ["prompts", "evaluate"])
+def test_templates_are_refused_for_kinds_whose_answers_are_no_documents(option: str, tmp_path: Path) -> None:
+    (tmp_path / "plain.jsonl").write_text('{"question": "Who?"}\n')
+    (tmp_path / "template.jsonl").write_text('{"template": "{document}"}\n')
+    names = {"prompts": "plain.jsonl", "evaluate": "other.jsonl"} | {option: "template.jsonl"}
+    (tmp_path / "other.jsonl").write_text('{"question": "When?"}\n')
+    prompts, evaluate = (tmp_path / names[each] for each in ("prompts", "evaluate"))
+    options = DistillOptions(kind="heads", prompts=(prompts,), evaluate=evaluate, out=tmp_path / "out", steps=1)
+    job: Any = SimpleNamespace(options=options)
+    budget: Any = None
+
+    with pytest.raises(ConfigurationError, match=f"--{option}: templates are refused for kind heads"):
+        collect_answers(job, [read_prompts(prompts)], budget, is_frozen=True)
 
 
 def test_answers_that_leave_no_room_for_a_prompt_are_refused() -> None:

@@ -210,6 +210,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     words = " ".join(FRENCH).split()
     rows = [{"fr": " ".join(words[number % 20 :][:5])} for number in range(40)]
     (directory / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--set", f"target.path={directory / 'target'}", "--prompts", str(directory / "in.jsonl")]
     arguments += ["--field", "fr", "--layers", "2", "--vocabulary-size", "40", "--max-tokens", "8", "--held-out", "3"]
     arguments += ["--precision", "float32", "--device", "cpu", "--out", str(directory / "draft"), "--steps", "3"]
@@ -218,7 +219,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 def test_the_command_makes_a_draft(command: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     directory, arguments = command
-    evaluation = ["--evaluate", str(directory / "in.jsonl"), "--evaluate-prompts", "5"]
+    evaluation = ["--evaluate", str(directory / "test.jsonl"), "--evaluate-prompts", "5"]
     assert run(monkeypatch, *arguments, *evaluation) == 0
     answers = read_answers(directory / "draft.work" / "answers.jsonl")
     assert (len(answers), sum(answer.held_out for answer in answers)) == (40, 3)
@@ -229,7 +230,7 @@ def test_the_command_makes_a_draft(command: tuple[Path, list[str]], monkeypatch:
         "encoder, embedding and head",
         "decoder layer 2 of the target",
         "--field fr",
-        "5 prompts of in.jsonl",
+        "5 prompts of test.jsonl",
     ):
         assert words in text
     config = AutoConfig.from_pretrained(directory / "draft")
@@ -248,7 +249,7 @@ def test_the_command_makes_modules(
     arguments = [word for word in arguments if word not in without]
     more = ["--kind", kind, "--depths", "2", "--steps", "60", "--learning-rate", "0.01", "--max-length", "32"]
     more += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / kind)]
-    assert run(monkeypatch, *arguments, *more, "--evaluate", str(directory / "in.jsonl")) == 0
+    assert run(monkeypatch, *arguments, *more, "--evaluate", str(directory / "test.jsonl")) == 0
     drafter = load_drafter(tmp_path / kind, directory / "target", torch.float32, CPU, kind)
     text = (tmp_path / kind / "README.md").read_text()
     assert f"The kind is `{kind}`" in text and "--field fr" in text
@@ -258,7 +259,7 @@ def test_the_command_makes_modules(
         assert int((drafter.module.successors[:, 0] >= 0).sum()) > 0
         return
     assert (drafter.card.taps, drafter.card.vocabulary_size) == ((3,), 40)
-    assert "| in.jsonl |" in text and "| held-out prompts |" in text
+    assert "| test.jsonl |" in text and "| held-out prompts |" in text
     answers = read_answers(tmp_path / "work" / "answers.jsonl")
     assert all(answer.prompt for answer in answers)
 
