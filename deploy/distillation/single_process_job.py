@@ -103,6 +103,7 @@ def _common(job: DistillJob) -> list[str]:
 def head_words(given: DistillOptions) -> list[str]:
     """The options of an EAGLE-3 head."""
     words = ["--batch-tokens", str(given.batch_tokens), "--depths", str(given.depths or _DEPTHS)]
+    words += ["--pack"] if given.pack else []
     return [*words, "--vocabulary-size", str(given.vocabulary_size or _VOCABULARY), "--loss", given.loss]
 
 

@@ -124,9 +124,10 @@ def plan_block(target: TargetSize, shape: MaskedBlockShape, batch: BlockBatch) -
 
 def plan_roll_outs(target: TargetSize, shape: FeatureShape, batch: RollOutBatch) -> Training:
     """The training of an EAGLE-3 head. `batch` is what one device computes in a step."""
+    rows = f"{batch.rows} {'packed rows' if batch.packs else 'rows'} of {batch.length} tokens"
     return Training(
         name="An EAGLE-3 head",
-        step=f"{batch.rows} rows of {batch.length} tokens, roll-outs of {batch.depths} steps",
+        step=f"{rows}, roll-outs of {batch.depths} steps",
         target=target,
         size=head_size(shape, batch.vocabulary),
         batch=batch,
@@ -228,13 +229,14 @@ def _training(options: DistillOptions, config: Any, size: TargetSize, target: Pa
     chosen = eagle3.options([*needed, *head_words(options)])
     taps = options.taps or eagle3.default_taps(count)
     shape = eagle3.shape_of(config, taps, is_normed=chosen.tap_norm == "each")
-    rows, length = max(1, chosen.batch_tokens // options.max_length), -(-options.max_length // MULTIPLE) * MULTIPLE
+    length = -(-options.max_length // MULTIPLE) * MULTIPLE
+    rows = max(1, chosen.batch_tokens // (length if chosen.pack else options.max_length))
     vocabulary = min(chosen.vocabulary_size, size.vocabulary)
     if options.start is not None:
         card = begun_card(options.start, FeatureShape, config)
         shape = card.shape if isinstance(card.shape, FeatureShape) else shape
         vocabulary = card.vocabulary_size or size.vocabulary
-    return plan_roll_outs(size, shape, RollOutBatch(rows, length, chosen.depths, vocabulary))
+    return plan_roll_outs(size, shape, RollOutBatch(rows, length, chosen.depths, vocabulary, chosen.pack))
 
 
 def _module_training(options: DistillOptions, config: Any, size: TargetSize, target: Path) -> Training:

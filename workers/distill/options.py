@@ -12,8 +12,8 @@ from cluster.core.errors import ConfigurationError
 from workers.model.draft_card import LAYERS
 from workers.model.draft_shapes import SHAPES
 
-DSPARK = "dspark"
-SINGLE_PROCESS = ("eagle3", DSPARK)
+EAGLE3, DSPARK = "eagle3", "dspark"
+SINGLE_PROCESS = (EAGLE3, DSPARK)
 """The kinds of drafts that are trained in one process, and stored as these public formats name them.
 
 Their modules are of the kinds `eagle` and `block`.
@@ -147,6 +147,10 @@ class DistillOptions:
     steps: Annotated[int | None, "Steps to train, instead of --minutes."] = None
     learning_rate: Annotated[float, "Highest learning rate of the schedule."] = 1e-3
     batch_tokens: Annotated[int, "Tokens in a batch, prompts and padding included."] = 4096
+    pack: Annotated[
+        bool,
+        "For eagle3: let texts of any length share rows as long as the longest text, instead of padding similar ones.",
+    ] = False
     max_length: Annotated[int, "Maximum number of tokens in a prompt and its answer together."] = 512
     precision: Annotated[
         str,
@@ -183,6 +187,8 @@ class DistillOptions:
             raise ConfigurationError(
                 f"--rejection-weight: refused for kind {self.kind}; it is for kinds {', '.join(PATHS)}"
             )
+        if self.pack and self.kind != EAGLE3:
+            raise ConfigurationError(f"--pack: refused for kind {self.kind}; it is for kind {EAGLE3}")
         if self.kind not in SINGLE_PROCESS:
             self._check_without_peers()
         if self.plan:

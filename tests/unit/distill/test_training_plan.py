@@ -75,6 +75,28 @@ def test_a_draft_that_is_trained_further_is_planned_with_its_own_sizes(
     assert found["module_parameters"] == head_size(head, 40).parameters and found["batch"]["vocabulary"] == 40
 
 
+def test_packed_rows_are_planned_with_a_mask_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    CONFIG.save_pretrained(tmp_path)
+
+    def planned(pack: bool) -> dict[str, Any]:
+        print_plan(DistillOptions(plan=True, json=True, kind="eagle3", max_length=64, pack=pack), tmp_path)
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    padded, packed = planned(pack=False), planned(pack=True)
+
+    assert packed["batch"] == padded["batch"] | {"packs": True}
+    assert packed["plans"][0]["peak"] > padded["plans"][0]["peak"]
+    print_plan(DistillOptions(plan=True, kind="eagle3", max_length=64, pack=True), tmp_path)
+    assert "64 packed rows of 64 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("kind", ["dspark", "layers", "heads"])
+def test_rows_of_other_kinds_are_not_packed_by_name(kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--pack: refused for kind {kind}; it is for kind eagle3"):
+        DistillOptions(plan=True, kind=kind, pack=True)
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_parameters_are_counted_as_the_module_has_them(kind: str) -> None:
     module = SparkModule(shape(kind), torch.zeros(96, 48), torch.ones(3 * 48))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -12,11 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from deploy.distillation import eagle3
+from deploy.distillation.single_process_job import head_words
 from tests.support.models.computed_states import computed_target
 from tests.unit.distill.eagle3.test_eagle3_training import DEPTHS, DRAFTED, TAPS, random_head, shape
 from workers.distill.answers import Answer
 from workers.distill.eagle3.states import TextBatch, TextStates
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
+from workers.distill.options import DistillOptions
 
 LENGTHS = (14, 3, 9, 6, 12, 5)
 """Tokens of answers. One is too short for a roll-out of all depths."""
@@ -89,6 +93,28 @@ def test_an_epoch_has_each_text_once_in_rows_of_the_longest_one(
         assert all(sum(texts.lengths[text] for text in row) <= length for row in rows)
 
 
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_step_reads_nothing_back_from_the_device(
+    target: Any, texts: TextStates, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on the device `meta` cannot be read. A step that waits for a GPU would take many times as long."""
+    batch = texts.packed([[0, 1, 2], [3, 4, 5]], 64) if packs else texts.batch(range(6))
+    there = {name: getattr(batch, name).to("meta") for name in ("tokens", "taps", "final")}
+    plan = RollOutPlan(steps=1, depths=DEPTHS, is_bfloat16=False)
+    head, vocabulary = random_head(shape()).to("meta"), torch.tensor(DRAFTED, device="meta")
+    of = RollOutTraining(deepcopy(target).to("meta"), head, vocabulary, plan)
+
+    monkeypatch.setattr(of, "_autocast", nullcontext)  # there is none for this device
+
+    loss = of._step(texts, replace(batch, **there), of.optimizers)
+
+    assert loss.is_meta and len(of.optimizers[0].state) == len(list(head.parameters()))
+    with pytest.raises(RuntimeError):
+        float(loss)
+
+
 def test_the_command_packs_where_it_is_asked_to() -> None:
     words = ["--target", "x", "--prompts", "y", "--out", "z"]
-    assert not eagle3.options(words).pack and eagle3.options([*words, "--pack"]).pack
+    for pack in (False, True):
+        given = DistillOptions(plan=True, kind="eagle3", pack=pack)
+        assert eagle3.options([*words, *head_words(given)]).pack is pack
