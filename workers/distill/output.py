@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -43,7 +44,7 @@ def _exchange(new: Path, directory: Path) -> None:
     former = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         if directory.exists():
-            directory.rename(former)
+            _move(directory, former)
         new.rename(directory)
     except BaseException:
         with suppress(OSError):
@@ -52,6 +53,30 @@ def _exchange(new: Path, directory: Path) -> None:
             former.rename(directory)
         raise
     shutil.rmtree(former, ignore_errors=True)
+
+
+def _move(directory: Path, former: Path) -> None:
+    """Rename a directory to `former`, which is empty. An error leaves all of `directory` at one of the two places.
+
+    Overlay file systems do not rename a directory of a lower layer, such as one in a container's image. It is copied.
+    """
+    try:
+        directory.rename(former)
+        return
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+    try:
+        shutil.copytree(directory, former, dirs_exist_ok=True)
+    except BaseException:
+        shutil.rmtree(former, ignore_errors=True)
+        raise
+    try:
+        shutil.rmtree(directory)
+    except BaseException:  # some of its files may be gone
+        shutil.copytree(former, directory, dirs_exist_ok=True)
+        shutil.rmtree(former, ignore_errors=True)
+        raise
 
 
 def check_replaceable(directory: Path) -> None:
