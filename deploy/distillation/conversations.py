@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 
 from cluster.core.errors import ConfigurationError, InvalidRequest
 from cluster.generation.text.chat_messages import Message
@@ -74,17 +74,27 @@ class BatchedTarget:
     ) -> None:
         self._write_all, self._tokenizer, self._plan = write, tokenizer, plan
         self._documents: list[tuple[str, str]] = []  # questions and long answers
+        self._held: list[Task] = []  # templates that are only measured on, until there are enough documents
         self._draw = random.Random(plan.seed)  # noqa: S311 - a choice of texts, not a secret
 
     def answers(self, tasks: Iterable[Task]) -> Iterator[list[Answer]]:
         """The answers of one batch after another, until the tasks or the time end."""
         waiting = iter(tasks)
-        while batch := list(islice(waiting, self._plan.rows)):
+        while batch := self._batch(waiting):
             asked = [(task, self._encoded(task)) for task in self._with_questions(self._with_documents(batch))]
             if self._plan.ends is not None and time.monotonic() >= self._plan.ends:
                 return
             if usable := [(task, prompt) for task, prompt in asked if 0 < len(prompt) <= self._plan.max_prompt]:
                 yield self._answered(usable)
+
+    def _batch(self, waiting: Iterator[Task]) -> list[Task]:
+        """The tasks of the next batch: templates that waited for documents, then the next ones."""
+        ready = [task for task in self._held if self._has_documents(task)]
+        self._held = [task for task in self._held if task not in ready]
+        return list(islice(chain(ready, waiting), max(len(ready), self._plan.rows)))
+
+    def _has_documents(self, task: Task) -> bool:
+        return len(self._documents) >= task.prompt.turns[0].count(DOCUMENT)
 
     def _answered(self, asked: Sequence[tuple[Task, Tokens]]) -> list[Answer]:
         heat = [task.temperature for task, _ in asked]
@@ -103,13 +113,17 @@ class BatchedTarget:
         ]
 
     def _with_documents(self, tasks: list[Task]) -> list[Task]:
-        """The tasks with texts in the place of placeholders, without templates as long as there are no texts."""
+        """The tasks with texts in the place of placeholders, without templates as long as there are no texts.
+
+        A template that is trained on comes again. One that is only measured on comes once, and waits.
+        """
         found = []
         for task in tasks:
             if task.prompt.is_template:
                 text = task.prompt.turns[0]
                 count = text.count(DOCUMENT)
-                if len(self._documents) < count:
+                if not self._has_documents(task):
+                    self._held += [task] if task.held_out else []
                     continue
                 chosen = self._draw.sample(self._documents, count)
                 for _, document in chosen:

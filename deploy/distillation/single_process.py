@@ -394,8 +394,11 @@ class SingleProcess(ABC):
         total = sum(len(one.prompt) + len(one.answer) for one in kept)
         groups: list[tuple[AnswerPlan, Iterable[Task], bool]] = []
         if not is_fixed:
-            groups += [(judging, evaluation, False)] if evaluation else []
-            groups += [(plan, tasks, True)] if chosen.write_seconds and total < chosen.most_tokens else []
+            templates = [task for task in evaluation if task.prompt.is_template]  # they wait for long answers
+            judged = [task for task in evaluation if task not in templates]
+            groups += [(judging, judged, False)] if judged else []
+            is_open = chosen.write_seconds and total < chosen.most_tokens
+            groups += [(plan, chain(templates, tasks), True)] if is_open else []
         with ExitStack() as stack:
             stored = chosen.answers if groups else None
             file = None if stored is None else stack.enter_context(AnswerFile(stored))
@@ -409,9 +412,9 @@ class SingleProcess(ABC):
                 if total >= chosen.most_tokens:
                     break
         held = tuple(one for one in kept if one.held_out and one.key not in names)
-        judged = tuple(one for one in kept if one.key in names)
-        measured = {"held out": held} | ({chosen.evaluate.stem: judged} if chosen.evaluate else {})
-        texts = Texts(trainable(kept, judged), {name: found for name, found in measured.items() if found})
+        evaluated = tuple(one for one in kept if one.key in names)
+        measured = {"held out": held} | ({chosen.evaluate.stem: evaluated} if chosen.evaluate else {})
+        texts = Texts(trainable(kept, evaluated), {name: found for name, found in measured.items() if found})
         if self.directory_of_training is not None and not is_fixed:
             self.directory_of_training.begin(kept, self.vocabulary(texts))
         return texts

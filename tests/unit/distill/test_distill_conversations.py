@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 from cluster.core.errors import ConfigurationError
 from cluster.generation.text.chat_messages import Message
-from deploy.distillation import dspark
+from deploy.distillation import dspark, single_process
 from deploy.distillation.conversations import AnswerPlan, BatchedTarget, Tokens, WritingPlan
 from deploy.distillation.single_process_job import distill_in_one_process
 from workers.distill.answers import Answer
@@ -74,6 +75,42 @@ def test_templates_get_long_answers_and_what_they_answer() -> None:
     _, batches = answered([*tasks, task(3, "{document} {question}", turn_pass=1)], rows=3)
 
     assert batches == [["<user>Who?", "<user>Held!"], [f"<user>{'?' * MOST} Who?"]]
+
+
+def test_a_held_out_template_waits_for_long_answers() -> None:
+    """Held-out prompts come first, and once."""
+    tasks = [task(0, "{document} {question}", held_out=True), task(1, "Who?"), task(2, "When?"), task(3, "Where?")]
+
+    found, batches = answered(tasks, rows=2)
+
+    assert batches == [["<user>Who?"], [f"<user>{'?' * MOST} Who?", "<user>When?"], ["<user>Where?"]]
+    assert [answer.key for batch in found for answer in batch if answer.held_out] == ["some:0:0:0:0"]
+    assert answered(tasks[:1])[1] == []  # no text is there
+
+
+@pytest.mark.parametrize("name", ["prompts", "evaluated"])
+def test_a_template_that_is_only_measured_on_is_measured(
+    name: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of `--evaluate`, whose prompts are answered before all others."""
+    questions = [{"question": f"Who is {number}?"} for number in range(9)]
+    template = {"template": "Shorten: {document}"}
+    files = {"prompts": [*questions, *([template] * 9 if name == "prompts" else [])], "evaluated": [template]}
+    words = ["--target", str(directory), "--out", str(tmp_path / "out"), "--most-tokens", "4000", "--rows", "8"]
+    words += ["--prompts", str(tmp_path / "prompts.jsonl"), "--held-out", "1", "--seed", "1"]
+    words += ["--evaluate", str(tmp_path / "evaluated.jsonl")] if name == "evaluated" else []
+    for file, rows in files.items():
+        (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(single_process, "Tokenizer", SimpleNamespace(load=lambda _: Letters()))
+    run = dspark.Run(dspark.options(words), lambda _: None)
+    writer: Any = SimpleNamespace(writing=lambda: lambda prompts, *_: [prompt[-1:] * MOST for prompt in prompts])
+    run.writer = writer
+
+    texts = run.texts()
+
+    measured = texts.measured["held out" if name == "prompts" else "evaluated"]
+    assert any("Shorten: ???" in "".join(map(chr, one.prompt)) for one in measured)
+    assert all(one.held_out for one in measured)
 
 
 def test_a_question_of_the_target_is_answered_without_its_system_message_in_every_second_pass() -> None:
