@@ -5,16 +5,24 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.core.errors import ConfigurationError
-from deploy.distillation import dspark
+from deploy.distillation import dspark, eagle3
 from tests.support.models import tiny
-from tests.unit.distill.training_folder import Folder
+from tests.support.models.computed_states import ComputedStates
+from tests.unit.distill.training_folder import LAYERS, LENGTH, PROMPT, Folder
 from workers.distill.answers import Answer
+from workers.distill.eagle3.head import Eagle3Head
+from workers.distill.modules.tap_cache import TapCache, states_of
+from workers.distill.target_model import load_target
+from workers.model import kernel_handover
+from workers.model.draft_card import DraftDescription
+from workers.model.formats.speculators import write_eagle3
 
 REDUCED = ("--vocabulary-size", "48")
 STILL = ("--learning-rate", "0")
@@ -122,3 +130,40 @@ def test_a_draft_that_the_training_would_replace_is_refused(directory: Path, tmp
     (folder.path / "link").symlink_to("out")
     with pytest.raises(ConfigurationError, match=r"--start .*: refused as --out, which the training replaces"):
         dspark.Run(dspark.options(folder.words("--start", str(folder.path / "link"))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_native", [True, False], ids=["native kernels", "plain"])
+def test_a_head_may_read_the_state_after_the_last_layer(
+    is_native: bool, tmp_path: Path, answers: tuple[Answer, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training has this state as one that the head reads, and as the one of which the target's logits are made."""
+    directory = tiny.save(tmp_path / "target", tiny.llama(num_hidden_layers=LAYERS, tie_word_embeddings=True))
+    target = load_target(directory, torch.device("cpu"))
+    taps = (1, LAYERS)
+    config: Any = target.config
+    head = Eagle3Head(eagle3.shape_of(config, taps, is_normed=True), tiny.VOCABULARY)
+    (tmp_path / "start").mkdir()
+    card = DraftDescription("tiny", tiny.VOCABULARY, 48, (), tiny.VOCABULARY, kind="eagle", taps=taps, shape=head.shape)
+    every = torch.arange(tiny.VOCABULARY)
+    write_eagle3(tmp_path / "start", card, head.weights(every), architectures=(), speculative_tokens=2)
+    used: list[bool] = []
+    load = kernel_handover.try_native_kernels
+
+    def kernels(*given: Any) -> Any:
+        found = load(*given) if is_native else None
+        used.append(found is not None)
+        return found
+
+    monkeypatch.setattr("workers.model.loading.try_native_kernels", kernels)
+    folder = Folder("eagle3", tmp_path / "folder", directory, answers[:4])
+
+    folder.train("--start", str(tmp_path / "start"), "--precision", "float32", "--long-share", "0")
+
+    assert used == [is_native]
+    (states,) = folder.path.glob("states*")
+    stored = TapCache(states_of(directory, states), (*taps, LAYERS), 48, 2 * (PROMPT + LENGTH))
+    for answer in answers[:4]:
+        first, last = ComputedStates(target, (1,)).of(answer).chunk(2, dim=-1)
+        expected = torch.cat([first, last, last], dim=-1)
+        torch.testing.assert_close(stored.of(answer).float(), expected, rtol=2**-7, atol=2e-3)
