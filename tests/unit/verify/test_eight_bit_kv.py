@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from cluster.core.tree import TokenTree
 from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.engine_sequence import GREEDY, drafts_near, generate, sequence_on, some_tokens
 from tests.support.engines.kept_kernels import KEPT
+from tests.support.engines.rank_group import rank_group
 from tests.support.models import tiny
 from tests.support.models.model_cases import WINDOW, ModelCase, gemma3
 from workers.forward.runner import ForwardRow, ModelRunner
@@ -224,3 +226,16 @@ def test_a_start_states_how_far_the_type_moves_logits_and_the_next_one_repeats_i
     assert stated_at_load(section, caplog) == [(kv, percent)]
     with pytest.raises(RuntimeError, match="measured already"):
         build_engine(section_of(directory, **code, **{"kv.dtype": {"int8": "fp8", "fp8": "int8"}[kv]}))
+
+
+@pytest.mark.slow
+def test_ranks_measure_together_and_write_the_text_of_one(tmp_path: Path) -> None:
+    directory, prompt = tiny.save(tmp_path, tiny.llama(), sharpness=4.0), some_tokens(21)
+    usual: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile_directory": str(KEPT)}
+    usual["kv"] = {"dtype": "int8", "block_size": 4, "pool_bytes": 1 << 20}
+    engine = build_engine(load_configuration({"target": usual}).target)
+    text = generate(engine, prompt, 40)
+    engine.close()
+    with rank_group(3) as group:
+        ranks: Any = group.form(load_configuration({"target": usual | {"tensor_parallel": 3}}))
+        assert generate(ranks, prompt, 40) == text

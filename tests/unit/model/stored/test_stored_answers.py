@@ -38,15 +38,6 @@ from workers.verify.engine import EngineOptions, TargetEngine
 PROMPTS = ((5, 17, 33, 8, 60, 41, 41, 9), (70, 3, 12), tuple(range(20, 50)))
 TOKENS = 24
 RANKS = 3
-OF_RANKS = (
-    "awq",
-    "gptq 4 bits",
-    "gptq in activation order",
-    "compressed-tensors 4 bits",
-    "compressed-tensors in activation order",
-    "compressed-tensors int8",
-    "fp8 in blocks",
-)
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -88,14 +79,16 @@ K_QUANTS: dict[str, dict[str, str]] = {
     "Q6_K": {"embed_tokens": "Q8_0"},
 }
 """Types of matrices as files of each kind have them (Q4_K_M and its like), beside the one that gives its name."""
+GGUF = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""Types of blocks of 32 inputs. All matrices of a file have one, the embedding and the head too."""
 WIDE_CHECKPOINTS: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
     "awq": (quantized.awq(128), AWQ | {"group_size": 128}),
     "fp8": (quantized.fp8(128, 128), FP8 | {"weight_block_size": [128, 128]}),
 }
-CASES_OF_RANKS = [("llama", "Q3_K"), ("llama", "Q4_K"), ("qwen3", "fp8")]
+CASES_OF_RANKS = [("llama", name) for name in (*K_QUANTS, *GGUF)] + [("qwen3", "fp8")]
 CASES_OF_RANKS += [("phi3", name) for name in ("Q4_K", "awq", "fp8")]
 """Ranks divide the projections of `phi3`, of which several are one matrix."""
-WIDE_CASES = [("llama", name) for name in (*K_QUANTS, "fp8")]
+WIDE_CASES = [("llama", name) for name in (*K_QUANTS, *GGUF, "fp8")]
 WIDE_CASES += [(family, name) for family in WIDE if family != "llama" for name in ("Q3_K", "Q4_K", "awq", "fp8")]
 
 
@@ -173,8 +166,8 @@ def test_texts_are_those_of_the_dequantized_weights(
 def written(directory: Path, family: str, name: str, sizes: Mapping[str, int] = SIZES) -> tuple[Path, PreTrainedModel]:
     """A wide model's directory with stored weights, and the model with the de-quantized ones in float32."""
     config = WIDE[family](**sizes)
-    if name in K_QUANTS:
-        return stored_gguf.convert(directory, family, config, K_QUANTS[name], default=name)
+    if name in K_QUANTS or name in GGUF:
+        return stored_gguf.convert(directory, family, config, K_QUANTS.get(name, {}), default=name)
     source = tiny.save(directory / "plain", config, sharpness=2.0)
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     plain = quantized.save(source, directory / "model", *WIDE_CHECKPOINTS[name])
@@ -221,8 +214,16 @@ def form(group: RankGroup, path: Path) -> Any:
     return group.form(load_configuration({"target": target}))
 
 
+def check_texts_of_ranks(engine: Any, reference: PreTrainedModel) -> None:
+    """Check texts, alone and with drafts, against the de-quantized weights in float32."""
+    for prompt in PROMPTS:
+        text = generate(engine, prompt, TOKENS)
+        check_greedy(reference, prompt, text)
+        assert generate(engine, prompt, TOKENS, propose=drafts_near([*prompt, *text])) == text
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_RANKS)
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_three_ranks_write_the_same_texts(name: str, source: Path, group: RankGroup, tmp_path: Path) -> None:
     expected = answers(source, tmp_path / "model", name)
     engine = form(group, tmp_path / "model")
@@ -237,8 +238,4 @@ def test_three_ranks_write_what_the_dequantized_weights_of_a_wide_model_decide(
     case: tuple[str, str], group: RankGroup, tmp_path: Path
 ) -> None:
     path, reference = written(tmp_path, *case, SIZES_OF_RANKS)
-    engine = form(group, path)
-    for prompt in PROMPTS:
-        text = generate(engine, prompt, TOKENS)
-        check_greedy(reference, prompt, text)
-        assert generate(engine, prompt, TOKENS, propose=drafts_near([*prompt, *text])) == text
+    check_texts_of_ranks(form(group, path), reference)

@@ -14,10 +14,19 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from tests.support.engines.engine_sequence import generate
+from tests.support.engines.rank_group import rank_group
 from tests.support.engines.stored_model import TEXT, check_close, check_greedy, load, logits
 from tests.support.models import quantized, tiny
 from tests.unit.model.stored.test_sizes import held_bytes, tensors_of
-from tests.unit.model.stored.test_stored_answers import PROMPTS, TOKENS, check_batched_and_drafted, open_engine
+from tests.unit.model.stored.test_stored_answers import (
+    PROMPTS,
+    RANKS,
+    TOKENS,
+    check_batched_and_drafted,
+    check_texts_of_ranks,
+    form,
+    open_engine,
+)
 from workers.forward.attention import register
 from workers.forward.experts import FastExperts
 from workers.forward.native.packed_experts import PackedExperts
@@ -33,14 +42,14 @@ from workers.model.stored_choice import choose_stored
 EXPERTS = "model.layers.1.mlp.experts"
 
 
-def config() -> GptOssConfig:
+def config(heads: int = 4, kv_heads: int = 2) -> GptOssConfig:
     return GptOssConfig(
         vocab_size=tiny.VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=16,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -56,9 +65,12 @@ def config() -> GptOssConfig:
 
 @pytest.fixture(scope="module")
 def reference_and_path(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
+    return write(tmp_path_factory.mktemp("experts"), config())
+
+
+def write(directory: Path, config: GptOssConfig) -> tuple[PreTrainedModel, Path]:
     """A model with weights that `transformers` unpacks from random blocks, and a checkpoint with these."""
-    directory = tmp_path_factory.mktemp("experts")
-    source = tiny.save(directory / "plain", config(), sharpness=2.0)
+    source = tiny.save(directory / "plain", config, sharpness=2.0)
     tensors = load_file(source / "model.safetensors")
     draw = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -96,6 +108,13 @@ def test_texts_are_what_the_dequantized_experts_decide(
     for prompt, text in zip(PROMPTS, texts, strict=True):
         check_greedy(reference, prompt, text)
     check_batched_and_drafted(engine, texts)
+
+
+@pytest.mark.slow
+def test_three_ranks_write_what_the_dequantized_experts_decide(tmp_path: Path) -> None:
+    reference, path = write(tmp_path, config(heads=6, kv_heads=3))
+    with rank_group(RANKS) as group:
+        check_texts_of_ranks(form(group, path), reference)
 
 
 def test_logits_are_those_of_the_dequantized_experts(written: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
