@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import psutil
+from transformers import PreTrainedConfig
 
 from cluster.core.config.base import MIB
 from cluster.core.config.sections import Configuration
@@ -31,7 +33,7 @@ from tests.soak.reference import Reference
 from tests.soak.requests import MAX_TOKENS, RequestCatalogue, SoakRequest
 from tests.soak.watch import read_counts
 from tests.support.engines.kept_kernels import KEPT
-from tests.support.models import quantized, tiny, tiny_tokenizer
+from tests.support.models import quantized, stored_gguf, tiny, tiny_tokenizer
 from tests.support.models.prompts import PLAIN
 from workers.model.model_files import resolve_model_directory
 from workers.serve.configuration import load_configuration
@@ -47,7 +49,9 @@ MOST_NEW_BYTES = 128 << 20
 BOUND = 1e-3
 """Scores closer than this may be swapped by rounding."""
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}
-"""Settings of the stored weights. Two ranks divide the inputs of each layer into whole groups."""
+"""Settings of stored weights. Two ranks divide the inputs of each layer into whole groups."""
+GGUF_KINDS = {"embed_tokens": "Q8_0", "lm_head": "Q8_0", "v_proj": "Q5_0", "down_proj": "Q5_1"}
+"""Types of matrices in a GGUF file, beside `Q4_1`."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,21 @@ class ChaosOptions:
     """Kinds of requests."""
     roles: tuple[str, ...] = ()
     """Roles that faults are for; empty: all."""
+    stored: Literal["awq", "gguf"] = "awq"
+    """The form of weights that settings keep as they are stored."""
     most_lost: int = 2
     """Most processes that are away when a further fault is applied."""
     settings: dict[str, object] = field(default_factory=dict)
 
 
-def make_model(directory: Path) -> Path:
-    """A random model with two KV heads, so that two ranks can share it. A token takes 2 KiB of KV memory."""
-    changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 4}
-    shape = tiny.llama(vocab_size=320, hidden_size=128, max_position_embeddings=MAX_TOKENS, **changes)
-    return tiny_tokenizer.byte_level(tiny.save(directory, shape))
+def shape_of(ranks: int) -> PreTrainedConfig:
+    """The shape of a model that so many ranks can share: they divide blocks of 32 inputs, too.
+
+    With two of them, a token takes 2 KiB of KV memory.
+    """
+    changes = {"num_attention_heads": 2 * ranks, "num_key_value_heads": ranks, "head_dim": 32, "num_hidden_layers": 4}
+    sizes = {"hidden_size": 192, "intermediate_size": 192} if ranks > 2 else {"hidden_size": 128}
+    return tiny.llama(vocab_size=320, max_position_embeddings=MAX_TOKENS, **sizes, **changes)
 
 
 def configure(model: Path, settings: dict[str, object]) -> Configuration:
@@ -116,9 +125,15 @@ class Workload:
 
 
 def prepare(options: ChaosOptions, scratch: Path) -> Workload:
-    """Make the model and compute all answers. Where settings keep its weights as they are stored, they have 4 bits."""
-    model = make_model(scratch / "model")
-    if options.settings.get("target.quantization") != "stored":
+    """Make the model and compute all answers. `options.stored` is the form of weights that stay as they are stored."""
+    shape, is_stored = shape_of(max(2, *options.ranks)), options.settings.get("target.quantization") == "stored"
+    if is_stored and options.stored == "gguf":
+        plain, reference = stored_gguf.convert(scratch / "gguf", "llama", shape, GGUF_KINDS)
+        stored = shutil.copytree(tiny_tokenizer.byte_level(plain), scratch / "stored")
+        reference.save_pretrained(plain)
+        return replace(workload_of(plain, options), model=stored)
+    model = tiny_tokenizer.byte_level(tiny.save(scratch / "model", shape))
+    if not is_stored:
         return workload_of(model, options)
     stored = quantized.save_with_tokenizer(model, scratch / "stored", quantized.awq(8), AWQ)
     plain = resolve_model_directory(str(stored), scratch / "dequantized")

@@ -36,3 +36,19 @@ async def test_killed_and_frozen_processes_change_no_token_of_weights_that_stay_
     options = ChaosOptions(rounds=4, pause_seconds=0.2, at_once=8, distinct=8, seed=5, settings=settings)
     report = await chaos(options, logs)
     assert report.kills > 1
+
+
+async def test_killed_ranks_of_a_gguf_file_change_no_token(logs: Path) -> None:
+    options = ChaosOptions(
+        ranks=(1, 3),
+        rounds=4,
+        pause_seconds=0.2,
+        at_once=8,
+        distinct=8,
+        seed=5,
+        roles=("target", "rank"),
+        stored="gguf",
+        settings={"target.quantization": "stored"},
+    )
+    report = await chaos(options, logs)
+    assert report.kills > 1
