@@ -66,18 +66,34 @@ def test_attention_with_sinks_caps_and_trees_does_not_spill(
     check_attention(group, dim, capability, is_wide=is_wide, **options)
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (2, 256)])
+def test_attention_of_float32_does_not_spill(capability: int, group: int, dim: int, is_wide: bool) -> None:
+    """The default type. Its products are exact, so tensor cores, which round it to TF32, compute none."""
+    check_attention(group, dim, capability, is_wide=is_wide, kind="fp32")
+
+
 def check_attention(group: int, dim: int, capability: int, *, is_wide: bool, **options: Any) -> None:
     """Compile the kernel as it is launched, and check what it takes."""
     from workers.forward.triton.attention import launch_of
     from workers.forward.triton.tiles import narrow_tile, wide_tile
 
     tile = wide_tile(group, dim) if is_wide else narrow_tile(group, dim)
-    launch = launch_of(group, dim, is_wide=is_wide, capability=capability, kind=options.get("stored", 0))
+    is_exact = options.get("kind") == "fp32"
+    launch = launch_of(
+        group,
+        dim,
+        is_wide=is_wide,
+        capability=capability,
+        kind=options.get("stored", 0),
+        is_exact=is_exact,
+    )
     found = assembled_attention(launch, group, dim, capability, is_wide=is_wide, tile=tile, **options)
     assert found.spilled_bytes == 0, found
     assert found.registers <= (launch.registers or MOST_REGISTERS)
     assert found.shared_bytes <= MOST_SHARED
-    assert found.tensor_products > 0
+    assert (found.tensor_products > 0) is not is_exact
 
 
 def assembled_attention(
@@ -115,7 +131,7 @@ def assembled_attention(
         "TILE": max(tile, 16 // next_power_of_two(group)),
         "WORDS": options.get("words", int(not is_wide)), "DIM": dim, "WIDTH": width, "SIZE": 16,
         "KEY_TILE": launch.keys, "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "HAS_CAP": extra, "HAS_SINKS": extra,
-        "EXACT": False, "KIND": stored, "IS_LATENT": bool(more), "MORE": more, "MORE_WIDTH": max(16, more),
+        "EXACT": kind == "fp32", "KIND": stored, "IS_LATENT": bool(more), "MORE": more, "MORE_WIDTH": max(16, more),
     }  # fmt: skip
     return assembled(
         attend_tiles,

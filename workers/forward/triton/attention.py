@@ -32,6 +32,9 @@ _MOST_REGISTERS_WIDENING = 168
 _MANY_HEADS, _KEYS_OF_MANY = 32, 32
 """Number of query heads of one KV head from which an iteration reads at most the second number of keys; before Hopper
 half as many heads, a predicted choice. With more keys, registers of heads whose size is a power of two would spill."""
+_EXACT_KEYS, _EXACT_WARPS = 16, 8
+"""Keys of one iteration, and warps, where products are of float32. These are not computed on tensor cores, and their
+operands are in registers: with 64 keys and 4 warps, up to 5.9 kB of a program's numbers would move to memory."""
 _PROGRAMS, _LEAST_IN_TURN = 2048, 8
 """Programs of a launch beyond which one computes several splits of its row in turn, and how many share a row at least.
 In a graph there are as many splits as the longest row may have, and launching those without keys would take longer than
@@ -56,13 +59,22 @@ class Launch:
 
 
 def launch_of(
-    group: int, dim: int, *, is_wide: bool, capability: int, kind: int = AS_IT_IS, has_latents: bool = False
+    group: int,
+    dim: int,
+    *,
+    is_wide: bool,
+    capability: int,
+    kind: int = AS_IT_IS,
+    has_latents: bool = False,
+    is_exact: bool = False,
 ) -> Launch:
     """The launch for `group` heads of `dim` numbers that share a KV head.
 
-    `kind` is how keys and values are stored (`StoredLayer`): widening 8 bits takes registers. `capability` is the
-    device's, 90 for Hopper. Before it, products keep their operands in registers.
+    `kind` is how keys and values are stored (`StoredLayer`): widening 8 bits takes registers. `is_exact`: queries are
+    float32. `capability` is the device's, 90 for Hopper. Before it, products keep their operands in registers.
     """
+    if is_exact:
+        return Launch(_EXACT_KEYS, _EXACT_WARPS, 3, None)
     width: int = triton.next_power_of_2(dim)
     if has_latents:  # keys are loaded once, so twice as many fit
         return Launch(max(16, min(_MOST_KEYS, 2 * _KEY_NUMBERS // width)), 8, 3, None)
@@ -129,6 +141,7 @@ def paged_attention(
         capability=_capability(queries.device),
         kind=stored.kind,
         has_latents=latent_groups is not None,
+        is_exact=queries.is_cuda and queries.dtype == torch.float32,  # interpreted, many small tiles take long
     )
     in_turn = 1 if plan.is_wide else min(plan.splits, max(_LEAST_IN_TURN, _PROGRAMS // max(1, tiles)))
     attend_tiles[(len(plan.items), kv_heads, in_turn)](
