@@ -196,3 +196,24 @@ def _forbid_synchronization() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def within_reserved(reserved: int, held: Callable[[], int]) -> Iterator[None]:
+    """Compare how much memory of a device is taken inside with the bytes that were reserved for it, and warn of more.
+
+    `held` returns the bytes that are taken so far.
+    """
+    before = held()
+    yield
+    taken = held() - before
+    numbers = f"CUDA graphs took {taken} bytes of the GPU, and {reserved} bytes were reserved for them"
+    if taken > reserved:
+        logger.warning("%s: what is missing is taken from activations; lower target.kv.memory_fraction", numbers)
+    else:
+        logger.info("%s", numbers)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that PyTorch's allocator holds, used or not; 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

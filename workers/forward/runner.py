@@ -16,7 +16,7 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import StepPlan, bind
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend, require_backend
-from workers.forward.captured_passes import GraphCapture
+from workers.forward.captured_passes import GraphCapture, allocated_bytes, within_reserved
 from workers.forward.cuda_graphs import CudaGraphRunner, make_graph_runner
 from workers.forward.layout import RowShape, SourceShape, StepRows, slots_of
 from workers.forward.loaded_model import WHOLE_PASS, EncodedSources, LoadedModel, PassOptions, PassOutput
@@ -127,7 +127,9 @@ class ModelRunner:
                 self._pool.release(table)
             logger.info("warm-up of a step of %d tokens took %.1f s", width, time.perf_counter() - begun)
         if self.graphs is not None:
-            self.graphs.warm_up(self._partials)
+            device = self._model.device
+            with within_reserved(self._model.graph_bytes, lambda: allocated_bytes(device)):
+                self.graphs.warm_up(self._partials)
 
     def expect(self, partial: PartialPass) -> None:
         """Let `warm_up` prepare passes of this part of the model too."""
