@@ -71,6 +71,11 @@ class RankGroup:
         result: TargetInfo = self._processes.ask("info")
         return result
 
+    def captured(self) -> int:
+        """CUDA graphs of the first rank."""
+        count: int = self._processes.ask("captured")
+        return count
+
     def close(self) -> None:
         """Close the engines of all ranks. Their processes wait for the next group."""
         if self._is_formed:
@@ -81,7 +86,8 @@ class RankGroup:
 def configure_ranks(
     directory: Path, ranks: int, *, layers: int | None = None, pool_bytes: int = 1 << 20, **target: object
 ) -> Configuration:
-    """A target on CPUs. With `layers`, these draft by early exit: if they are all, what is drafted is decided."""
+    """A target on CPUs, unless `device` is given. With `layers`, these draft by early exit: if they are all, what is
+    drafted is decided."""
     chosen: dict[str, Any] = {"path": str(directory), "device": "cpu", "compile": "off", "compile_directory": str(KEPT)}
     chosen |= {"tensor_parallel": ranks, "kv": {"block_size": 4, "pool_bytes": pool_bytes}, **target}
     draft = {"methods": ["early_exit"], "placement": "target", "early_exit": {"layers": layers}}
@@ -89,13 +95,13 @@ def configure_ranks(
 
 
 @contextmanager
-def rank_group(ranks: int) -> Iterator[RankGroup]:
+def rank_group(ranks: int, device: str = "cpu") -> Iterator[RankGroup]:
     """Processes for a number of ranks, which end with the context."""
-    with running_ranks(ranks, _serve, ranks) as processes:
+    with running_ranks(ranks, _serve, ranks, device) as processes:
         yield RankGroup(processes)
 
 
-def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, ranks: int, device: str, port: int, pipe: Connection) -> None:
     """Run one rank in its process, until the other end of the pipe is closed."""
     import torch
 
@@ -104,7 +110,7 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     from workers.verify.group import join_group
 
     torch.set_num_threads(1)
-    join_group(TargetSection(device="cpu", tensor_parallel=ranks), rank, "127.0.0.1", port)
+    join_group(TargetSection.model_validate({"device": device, "tensor_parallel": ranks}), rank, "127.0.0.1", port)
     with contextlib.suppress(EOFError, OSError), example_method():
         while True:
             _serve_group(rank, pipe)
@@ -126,7 +132,8 @@ def _serve_group(rank: int, pipe: Connection) -> None:
         return
     try:
         method = create(draft, target) if draft.is_colocated else None
-        group = DriverRank(build_engine(target, rank, method, PROFILE), target.step_timeout_seconds)
+        engine = build_engine(target, rank, method, PROFILE)
+        group = DriverRank(engine, target.step_timeout_seconds)
     except Exception as error:
         pipe.send(error)
         raise
@@ -135,7 +142,9 @@ def _serve_group(rank: int, pipe: Connection) -> None:
     while called != "close":
         called, arguments = pipe.recv()
         try:
-            answer = getattr(group, called)(*arguments)
+            graphs = engine._runner.graphs
+            captured = 0 if graphs is None else len(graphs.passes.captured)
+            answer: Any = captured if called == "captured" else getattr(group, called)(*arguments)
             pipe.send(encode_step_result(answer).SerializeToString() if called == "step" else answer)
         except Exception as error:
             pipe.send(error)

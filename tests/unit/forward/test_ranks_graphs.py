@@ -10,10 +10,15 @@ import pytest
 import torch
 from torch import distributed
 
+from cluster.core.config.sections import Configuration
+from cluster.core.drafting import DraftBudget
+from tests.support.engines.colocated_decoding import decode_together, plain_answers
 from tests.support.engines.graph_replay import FakeRecorder, decode_with_trees, open_engine
 from tests.support.engines.one_rank import group_of_one
+from tests.support.engines.rank_group import REQUESTS, configure_ranks, rank_group
 from tests.support.models import tiny
 from workers.forward.captured_passes import CudaGraphCapture
+from workers.verify.build import build_engine
 from workers.verify.engine import TargetEngine
 from workers.verify.group_decider import GroupDecider
 
@@ -29,7 +34,7 @@ DEVICES = [
         ],
     ),
 ]
-LAYERS = 2
+LAYERS, COUNT = 2, 16
 
 
 class Recorder(FakeRecorder):
@@ -85,3 +90,22 @@ def test_texts_are_equal_alone_in_a_group_and_with_recorded_collectives(
     assert record.recorded > 1
     assert record.replayed > 10  # sizes are recorded before the first step
     assert record.collectives == {2 * LAYERS}  # after each attention and each feed-forward network
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs and NCCL")
+def test_two_ranks_on_gpus_replay_graphs_and_write_the_texts_of_one(tmp_path: Path) -> None:
+    """Their draft passes are replayed too."""
+    directory = tiny.shift(tiny.save(tmp_path, tiny.llama(num_hidden_layers=LAYERS)))
+
+    def configure(ranks: int) -> Configuration:
+        return configure_ranks(directory, ranks, layers=LAYERS, device="cuda", compile="auto", pool_bytes=1 << 24)
+
+    expected = plain_answers(build_engine(configure(1).target).step, REQUESTS, COUNT)
+    with rank_group(2, "cuda") as processes:
+        group = processes.form(configure(2))
+        assert group.captured() > 1
+        found = decode_together(group.step, REQUESTS, COUNT, DraftBudget(4, 4))
+        group.close()
+    assert {name: decoded.answer[:COUNT] for name, decoded in found.items()} == expected
+    assert all(decoded.accepted for decoded in found.values())
