@@ -16,7 +16,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from cluster.core.errors import ConfigurationError
+from cluster.core.errors import ConfigurationError, PilotfishError
 from deploy.distillation.checkpoints import STATE, load_state, save_state
 from deploy.distillation.single_process import SingleProcess
 from deploy.distillation.training_directory import TrainingDirectory
@@ -35,6 +35,8 @@ except ImportError as error:
 
 _MOST_FAILURES = 3
 """Lost processes after which a training ends."""
+_REFUSED = "refused"
+"""The file in the directory of a training that says why its processes refuse to go on."""
 
 Make = Callable[[argparse.Namespace, Callable[[str], None] | None, Peers], SingleProcess]
 """Makes the run of one process."""
@@ -65,7 +67,8 @@ def run_in_workers(chosen: argparse.Namespace, make: Make, kept: TrainingDirecto
     """Train as the options say in `chosen.workers` processes, on answers and states that are stored.
 
     Each has a GPU, or one core. Raises `ConfigurationError` without a directory of the training, and where the machine
-    has not as many.
+    has not as many. Where a process raises a `PilotfishError`, none is started again, and that error is raised here as
+    a `ConfigurationError`.
     """
     if kept is None:
         raise ConfigurationError("--answers: needed a file, beside which several processes keep their training")
@@ -83,6 +86,8 @@ def run_in_workers(chosen: argparse.Namespace, make: Make, kept: TrainingDirecto
         if isinstance(value, Path):
             values[name] = value.resolve()
     values["prompts"] = [path.resolve() for path in chosen.prompts]
+    refused = kept.path / _REFUSED
+    refused.unlink(missing_ok=True)
     trainer = TorchTrainer(
         train_in_worker,
         train_loop_config={"options": values, "make": make, "directory": kept.path},
@@ -92,9 +97,26 @@ def run_in_workers(chosen: argparse.Namespace, make: Make, kept: TrainingDirecto
             storage_path=str(kept.path),
             failure_config=ray_train.FailureConfig(max_failures=_MOST_FAILURES),
             checkpoint_config=ray_train.CheckpointConfig(num_to_keep=2),
+            callbacks=[_EndsRefused(refused)],  # type: ignore[list-item] # Ray has the type of its older callbacks
         ),
     )
-    trainer.fit()
+    try:
+        trainer.fit()
+    except ray_train.TrainingFailedError:
+        if refused.exists():
+            raise ConfigurationError(refused.read_text(encoding="utf-8")) from None
+        raise
+
+
+class _EndsRefused(ray_train.UserCallback):
+    """Ends a training that a process refuses. Ray Train starts again what is lost, but not after an error in here."""
+
+    def __init__(self, refused: Path) -> None:
+        self._refused = refused
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:  # noqa: ARG002
+        if self._refused.exists():
+            raise ConfigurationError(self._refused.read_text(encoding="utf-8"))
 
 
 def train_in_worker(config: dict[str, Any]) -> None:
@@ -104,9 +126,16 @@ def train_in_worker(config: dict[str, Any]) -> None:
     chosen.device = str(device)
     peers = Peers.of(dist.group.WORLD, device.type)
     make: Make = config["make"]
-    run = make(chosen, None if peers.rank == 0 else _silent, peers)
-    run.checkpoints, run.directory_of_training = RayCheckpoints(), TrainingDirectory(config["directory"])
-    run.run()
+    kept = TrainingDirectory(config["directory"])
+    try:
+        run = make(chosen, None if peers.rank == 0 else _silent, peers)
+        run.checkpoints, run.directory_of_training = RayCheckpoints(), kept
+        run.run()
+    except PilotfishError as error:
+        scratch = kept.path / f"{_REFUSED}.{peers.rank}"
+        scratch.write_text(str(error), encoding="utf-8")
+        scratch.replace(kept.path / _REFUSED)
+        raise
 
 
 def _silent(_: str) -> None:

@@ -84,10 +84,14 @@ def command_of(kind: str, words: list[str], out: Path, workers: int, dies: int) 
     return [sys.executable, "-m", "tests.unit.distill.training_in_processes", kind, json.dumps(given), str(dies)]
 
 
+def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """What a command has printed, once it has ended."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | _EAGER)
+
+
 def trained(kind: str, words: list[str], out: Path, workers: int, dies: int = 0) -> dict[str, torch.Tensor]:
     """The weights after a training in so many processes."""
-    command = command_of(kind, words, out, workers, dies)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | _EAGER)
+    done = ended(command_of(kind, words, out, workers, dies))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     weights = load_file(out / "model.safetensors")
     return {name: value.float() for name, value in weights.items()}
@@ -147,3 +151,17 @@ def test_a_repeated_command_goes_on_with_the_texts_that_it_began_with(
             file.append(replace(answer, key=f"other:{answer.key}", answer=tuple(95 - token for token in answer.answer)))
 
     assert_equal_but_for_rounding(alone, trained("eagle3", words, out, 2, DIES))
+
+
+def test_a_training_that_its_processes_refuse_is_not_started_again(
+    words: list[str], directory: Path, tmp_path: Path
+) -> None:
+    words = [*words, "--target", str(directory), "--learning-rate", "1e30"]
+    kind = "dspark"  # the other one has a rate of its own here
+
+    done = ended(command_of(kind, words, tmp_path / "out", 2, 0))
+
+    assert done.returncode == 1
+    assert "\ncluster.core.errors.ConfigurationError: --learning-rate: 1e+30 is refused; it must be" in done.stderr
+    assert "ControllerError" not in done.stderr.rpartition("Traceback")[2]
+    assert (tmp_path / "out.begun").read_text() == "begun\n"

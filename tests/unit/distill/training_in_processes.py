@@ -18,11 +18,14 @@ from workers.distill.device_training import DeviceTraining
 
 
 class _Dying:
-    """Beside the run of a kind: the process may kill itself."""
+    """Beside the run of a kind: the first process notes that it trains, and the last one may kill itself."""
 
     def train(self, texts: Any) -> None:
         run: Any = self
         mark, step = Path(str(run.options.out) + ".died"), run.options.dies
+        if run.peers.rank == 0:
+            with Path(str(run.options.out) + ".begun").open("a") as file:
+                file.write("begun\n")
         if step and run.peers.rank == run.peers.count - 1 and not mark.exists():
             original, taken = DeviceTraining._step, 0
 
