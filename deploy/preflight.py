@@ -220,8 +220,8 @@ def model_problems(
     if is_distilled(target):
         yield Problem("target.path", "a whole model", "a distilled draft", "set draft.model.path to it instead")
         return
-    if configuration.target.standby and placement.target.device == "cuda":
-        yield Problem("target.standby", "false where ranks use GPUs", "true", "set it to false")
+    if configuration.target.standby is True and placement.target.device == "cuda":
+        yield Problem("target.standby", "auto or false where ranks use GPUs", "true", "set it to auto")
     if configuration.draft.prompt_log_directory is not None and is_encoder_decoder(target):
         needed = "no value for an encoder-decoder model, whose sources are no chats"
         yield Problem(prompt_log.SETTING, needed, "one", "leave it out")

@@ -36,14 +36,13 @@ def known_values(key: str) -> tuple[str, ...]:
     for registry in PLUGINS:
         if key == registry.selector:
             return registry.names()
-    kind = kind_of(key)
-    return ("true", "false") if kind is bool else tuple(map(str, _choices(kind)))
+    return tuple(map(str, _choices(kind_of(key))))
 
 
 def _choices(kind: Any) -> Iterator[str]:
-    """The values of the literals in an annotation, in their order."""
-    if get_origin(kind) is Literal:
-        yield from get_args(kind)
+    """The values of the literals and switches in an annotation, in their order."""
+    if get_origin(kind) is Literal or kind is bool:
+        yield from ("true", "false") if kind is bool else get_args(kind)
         return
     for part in get_args(kind):
         yield from _choices(part)

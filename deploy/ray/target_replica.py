@@ -29,7 +29,7 @@ from workers.serve.configuration import load_configuration
 from workers.serve.logs import set_logging
 from workers.serve.node import node_address
 from workers.serve.rank_actors import RankActors, rank_kinds
-from workers.serve.rank_placement import RankPlacement, waits_again
+from workers.serve.rank_placement import RankPlacement, has_spare_ranks
 from workers.serve.rank_supervisor import RankSupervisor
 
 
@@ -67,7 +67,7 @@ class TargetReplica:
         placement = RankPlacement(
             kinds,
             environment,
-            standby=target.standby and not (is_local and waits_again(target, target.device)),
+            standby=has_spare_ranks(target, is_local=is_local),
             application=context.app_name if is_local and target.device == "cpu" else "",
             spans_nodes=spans_nodes,
         )

@@ -233,7 +233,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(model: Path, tmp_path:
 async def test_a_replica_that_replaces_a_killed_one_starts_with_the_waiting_rank_and_changes_no_token(
     deploy: Deploy, model: Path, expected: Expected, deadline: None
 ) -> None:
-    cluster = deploy(configure(model, target__standby=True))
+    cluster = deploy(configure(model))
     before = await first_ranks(cluster)
     assert await kill_during_answer(cluster, LONG, REPLICA) == expected[LONG]
     (serving,) = before & {process.pid for process in cluster.descendants("FirstRank")}

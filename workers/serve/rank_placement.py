@@ -267,8 +267,13 @@ class WaitingRank:
 
 
 def waits_again(target: TargetSection, device: str) -> bool:
-    """Whether another rank waits once one is claimed. Then replicas need no standby ranks of their own."""
-    return target.standby and target.tensor_parallel == 1 and device == "cpu"
+    """Whether another rank waits for all replicas once one is claimed, where `serve` started Ray."""
+    return target.standby is not False and target.tensor_parallel == 1 and device == "cpu"
+
+
+def has_spare_ranks(target: TargetSection, *, is_local: bool) -> bool:
+    """Whether each rank of a replica has a standby process of its own. `is_local`: `serve` started Ray."""
+    return target.standby is True and not (is_local and waits_again(target, target.device))
 
 
 def _prefix(application: str) -> str:

@@ -117,10 +117,11 @@ class TargetSection(ModelSection, PluginHost):
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0
     """Longest wait for a step, in seconds. Then its sequences are sent again, and a worker that hangs is replaced."""
-    standby: bool = False
+    standby: Literal["auto"] | bool = "auto"
     """Whether spare processes with loaded libraries wait, so that a lost target serves again sooner. Not for GPUs.
 
-    Each rank has one. Where `pilotfish serve` starts Ray and a target has one rank, all replicas share one.
+    With `auto`, one waits for all replicas where `pilotfish serve` starts Ray and a target has one rank, and none
+    elsewhere. With `true`, each rank elsewhere has one, too.
     """
     packed_bytes: Annotated[int, Field(ge=0)] = 4 << 30
     """Most bytes of weights, packed for the CPU kernels, that `compile_directory` keeps for faster starts; 0: none."""

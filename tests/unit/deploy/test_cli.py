@@ -277,7 +277,10 @@ class TestCommands:
             ("pilotfish plan --set draft.method=n", {"draft.method=ngram", "draft.method=none"}),
             ("pilotfish plan --set server.page=", {"server.page=on", "server.page=off"}),
             ("pilotfish plan --set server.log_format=j", {"server.log_format=json"}),
-            ("pilotfish plan --set target.standby=", {"target.standby=true", "target.standby=false"}),
+            (
+                "pilotfish plan --set target.standby=",
+                {"target.standby=auto", "target.standby=true", "target.standby=false"},
+            ),
         ],
     )
     def test_a_shell_completes_commands_options_and_their_values(

@@ -74,7 +74,7 @@ def test_standby_ranks_are_refused_on_gpus(tmp_path: Path) -> None:
 
     line = only(preflight.model_problems(configuration, placement, [machine], model_directory(tmp_path / "m"), None))
 
-    assert line == "target.standby: needed false where ranks use GPUs, found true; set it to false"
+    assert line == "target.standby: needed auto or false where ranks use GPUs, found true; set it to auto"
 
 
 def test_missing_cores_are_reported() -> None:
