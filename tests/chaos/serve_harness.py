@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
@@ -53,6 +55,7 @@ class ServeVictims:
         self.links: list[FaultyLink] = []
         self.look_seconds = 1.0
         self._process = process
+        self._serving = _serving_ranks(process.configuration)
         self._first = self.by_role()
 
     @property
@@ -61,13 +64,20 @@ class ServeVictims:
         return sum(self._first.values())
 
     def victims(self) -> list[Victim]:
-        """The processes that run now. One that starts counts from its first moment."""
-        found = []
-        for process in self._process.descendants("ray::"):
+        """The processes that run now and serve. One that starts counts from its first moment.
+
+        A rank that waits is younger than those that serve.
+        """
+        found: list[Victim] = []
+        counts: Counter[str] = Counter()
+        for process in sorted(self._process.descendants("ray::"), key=_age, reverse=True):
             with suppress(psutil.Error):
                 title = " ".join(process.cmdline())
                 kind = next((kind for kind, start in TITLES.items() if title.startswith(start)), None)
-                if kind is not None and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
+                if kind is None or process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
+                    continue
+                counts[kind] += 1
+                if counts[kind] <= self._serving.get(kind, counts[kind]):
                     found.append(Victim(title[:60], kind, process.pid, partial(_signal, process)))
         return found
 
@@ -135,6 +145,21 @@ async def _settled(victims: ServeVictims, client: GenerationClient) -> list[str]
         if not left or time.monotonic() > end:
             return left
         await asyncio.sleep(1.0)
+
+
+def _serving_ranks(configuration: Configuration | None) -> dict[str, int]:
+    """Number of ranks that serve, by role."""
+    if configuration is None:
+        return {}
+    replicas, ranks = configuration.target.replicas, configuration.target.tensor_parallel
+    return {"target": replicas, "rank": replicas * (ranks - 1)}
+
+
+def _age(process: psutil.Process) -> float:
+    """Seconds since a process began; 0 for one that has ended."""
+    with suppress(psutil.Error):
+        return time.time() - float(process.create_time())
+    return 0.0
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

@@ -31,10 +31,14 @@ VARIANTS = {
     "stored-drafts": _STORED,
     "plain": (*_WIDENED, *_PLAIN),
     "plain-drafts": _WIDENED,
+    "int8": ("target.quantization=int8", *_PLAIN),
 }
-"""What is measured, and its settings: weights as the file stores them or widened, and no drafts or default ones."""
+"""What is measured, and its settings: weights as the file stores them, widened or rounded to int8, and no drafts or
+default ones."""
 GOALS = {("stored", 1): 2.2, ("stored-drafts", 1): 3.0, ("stored", 8): 6.0}
 """Rates that these variants should reach at these batch sizes, as multiples of llama.cpp's."""
+INT8_GOAL = 1.25
+"""Rate that stored weights should reach at batch 1, as a multiple of that of int8 weights."""
 DTYPE = "bfloat16"
 BATCHES = (1, 8)
 PROMPTS, QUICK_PROMPTS = 8, 2
@@ -134,6 +138,16 @@ def _report(found: dict[tuple[str, int], Rates]) -> None:
     rows = []
     for (name, batch), rates in found.items():
         each, goal = rates.ratios, GOALS.get((name, batch))
-        verdict = "" if goal is None else f"{goal:g}: {'yes' if statistics.median(each) >= goal else 'NO'}"
+        verdict = "" if goal is None else f"{goal:g}: {_verdict(statistics.median(each), goal)}"
         rows.append([name, str(batch), spread(rates.llama, 1), spread(rates.ours, 1), spread(each), verdict])
     table(("weights", "batch", "llama.cpp, tokens/s", "tokens/s", "÷ llama.cpp", "median ≥"), rows)
+    stored, rounded = (found.get((name, 1)) for name in ("stored", "int8"))
+    if stored is not None and rounded is not None:  # each beside llama.cpp, since the machine changes in between
+        gain = statistics.median(stored.ratios) / statistics.median(rounded.ratios)
+        write(
+            f"batch 1, stored ÷ int8, medians ÷ llama.cpp's: {gain:.2f}; ≥ {INT8_GOAL:g}: {_verdict(gain, INT8_GOAL)}"
+        )
+
+
+def _verdict(value: float, goal: float) -> str:
+    return "yes" if value >= goal else "NO"

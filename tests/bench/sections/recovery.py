@@ -2,7 +2,7 @@
 
 One client streams a greedy answer over gRPC and continues by itself, as `pilotfish generate` does. In the middle, the
 process is killed. The pause is the longest time between two tokens; the text is compared with that of an undisturbed
-answer.
+answer. Of the target's ranks, one that serves is killed, and by then one waits where the settings say so.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import signal
 import time
 from itertools import pairwise
 
-from cluster.core.config.target_section import TargetSection
 from cluster.ingress.router.router import Router
 from cluster.wire.connection import fixed_address
 from cluster.wire.generation_client import GenerationClient
 from pilotfish.v1 import common_pb2, generation_pb2
 from tests.bench.options import Options
 from tests.bench.report import heading, spread, table, write
-from tests.chaos.serve_harness import ServeVictims
+from tests.chaos.serve_harness import TITLES, ServeVictims
 from tests.support.clusters.coordinators import coordinator
 from tests.support.clusters.serve_process import ServeProcess
 from tests.support.models.prompts import CHAT
+from workers.serve.rank_placement import has_spare_ranks, waits_again
 
 ROLES, QUICK_ROLES = ("draft", "ingress", "target", "coordinator"), ("target",)
 TOKENS_BEFORE = 40
@@ -43,23 +43,39 @@ def run(options: Options) -> None:
     tokens = options.answer_tokens * 4
     with ServeProcess(settings.cache_directory) as process:
         server = process.start(settings.configuration)
-        _await_standby(process, settings.configuration.target)
+        standby = Standby(process)
+        asyncio.run(standby.waits())
         victims = ServeVictims(process)
-        write(f"processes: {victims.by_role()}; answers of {tokens} tokens")
-        asyncio.run(_measure(options, victims, server.grpc_address, tokens))
+        write(f"processes: {victims.by_role()}; standby: {standby.wanted}; answers of {tokens} tokens")
+        asyncio.run(_measure(options, victims, standby, server.grpc_address, tokens))
 
 
-def _await_standby(process: ServeProcess, target: TargetSection) -> None:
-    """Return once the standby ranks have loaded their libraries, if there are any."""
-    until = time.monotonic() + BACK_SECONDS
-    wanted = target.tensor_parallel * (2 if target.standby else 1)
-    while ServeVictims(process).by_role().get("target", 0) < wanted and time.monotonic() < until:
-        time.sleep(CALM_SECONDS)
-    if target.standby:
-        time.sleep(STANDBY_SECONDS)
+class Standby:
+    """The first ranks that wait beside those that serve."""
+
+    def __init__(self, process: ServeProcess) -> None:
+        """The process must run a cluster."""
+        configuration = process.configuration
+        if configuration is None:
+            raise RuntimeError("no cluster is running")
+        target = configuration.target
+        spare = target.replicas if has_spare_ranks(target, is_local=True) else 0
+        self.wanted = 1 if waits_again(target, target.device) else spare
+        self._serving = target.replicas
+        self._process = process
+
+    async def waits(self) -> None:
+        """Return once they have loaded their libraries, if there are any."""
+        until = time.monotonic() + BACK_SECONDS
+        while self._count() < self._serving + self.wanted and time.monotonic() < until:  # noqa: ASYNC110 - as in `_back`
+            await asyncio.sleep(CALM_SECONDS)
+        await asyncio.sleep(STANDBY_SECONDS if self.wanted else 0.0)
+
+    def _count(self) -> int:
+        return len(self._process.descendants(TITLES["target"]))
 
 
-async def _measure(options: Options, victims: ServeVictims, address: str, tokens: int) -> None:
+async def _measure(options: Options, victims: ServeVictims, standby: Standby, address: str, tokens: int) -> None:
     prompt = options.tokenizer.encode(" ".join(CHAT))
     whole, usual = await _stream(address, prompt, tokens)
     rows = [["none", spread([usual]), "equal"]]
@@ -73,6 +89,7 @@ async def _measure(options: Options, victims: ServeVictims, address: str, tokens
             pauses.append(pause)
             equal += answer == whole
             await _back(victims)
+            await standby.waits()
         rows.append([role, spread(pauses), f"{equal} of {options.repeats} equal"])
         write(f"{role}: {pauses}")
     table(("killed", "longest pause, s", "text"), rows)

@@ -1,7 +1,8 @@
 """How long `pilotfish serve` takes from its command until it is ready, by stage, and the CPU time of its processes.
 
 The first start of each pair is cold: it has no prepared model, no packed weights and no compiled kernels. The second
-one is warm: it has what the first has written. The files of Python's packages are in the page cache for both.
+one is warm: it has what the first has written. For both, the system's page cache has the files of the model and of
+Python's packages, if an earlier start has read them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _Figures = dict[tuple[str, str], list[float]]
 def run(options: Options) -> None:
     """Measure and report."""
     heading("Start of pilotfish serve, cold and warm")
+    write("cold: without a prepared model, packed weights and compiled code of ours; the page cache is not emptied")
     stages: _Figures = defaultdict(list)
     used: _Figures = defaultdict(list)
     variants = start_variants(options)

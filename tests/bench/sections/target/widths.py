@@ -1,11 +1,14 @@
 """The time of a step by its width, from one token to a long prompt: the kernels, and the modules of `transformers`.
 
-Beside each time stand its two floors: reading all weights once, and computing the products of the linear layers at the
-peak of the processor's vectors. Kernels and modules run in turn, so that both see the same machine.
+Steps of as many tokens stand beside each other, as eight sequences with one token each (8 × 1) and one sequence with a
+chain of eight (1 × 8). Beside each time stand its two floors: reading all weights once, and computing the products of
+the linear layers at the peak of the processor's vectors. Kernels and modules run in turn, so that both see the same
+machine.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import ExitStack
 
@@ -47,7 +50,8 @@ def run(options: Options) -> None:
     heading("Widths: one step by its number of tokens")
     torch.set_num_threads(os.cpu_count() or 1)
     rows, prompts = (QUICK_ROWS, QUICK_PROMPTS) if options.quick else (ROWS, PROMPTS)
-    steps = (*((count, 1) for count in rows), *((1, length) for length in (QUICK_CHAINS if options.quick else CHAINS)))
+    chains = QUICK_CHAINS if options.quick else CHAINS
+    steps = tuple(sorted((*((count, 1) for count in rows), *((1, length) for length in chains)), key=math.prod))
     configuration = options.configuration(f"scheduler.max_sequences={max(rows)}", "scheduler.max_step_tokens=2048")
     bandwidth = ReadBandwidth()
     for name in options.variants or tuple(VARIANTS):
