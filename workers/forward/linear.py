@@ -24,7 +24,6 @@ from workers.forward.native.build import load_library
 from workers.forward.native.packed_linear import PackedProduct, can_pack, float_layout
 from workers.forward.operators import Entries, define
 from workers.forward.weights.base import LinearKernel, Storage
-from workers.forward.weights.gathered import GatheredStorage
 from workers.forward.weights.plain import DenseKernel
 from workers.ranks import sum_over_ranks
 
@@ -180,8 +179,12 @@ def make_linear_kernel(
     Without a directory torch multiplies plain numbers: each process would build the kernels for itself. `dtype` is the
     type of the inputs. Raises `NoGpuProduct` for a matrix that a GPU would widen in memory.
     """
-    if isinstance(storage, GatheredStorage):
-        return storage.kernel_of(lambda columns: make_linear_kernel(columns, bias, directory, dtype))
+    return storage.kernel_of(lambda own: _fastest_kernel(own, bias, directory, dtype))
+
+
+def _fastest_kernel(
+    storage: Storage, bias: torch.Tensor | None, directory: str | None, dtype: torch.dtype
+) -> LinearKernel:
     if storage.is_widened and storage.device.type != "cpu":
         return gpu_product(storage, bias, dtype)
     takes = can_pack(storage) and (storage.is_widened or directory is not None)

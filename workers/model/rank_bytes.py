@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM
 from cluster.core.errors import ConfigurationError
 from workers.forward.weights.base import CutRefused
 from workers.forward.weights.experts import gate_of
-from workers.forward.weights.gathered import GatheredStorage
-from workers.forward.weights.plain import PlainStorage
 from workers.model.sharding import complete_plan
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
@@ -75,8 +73,8 @@ class _Matrices:
         if key not in self._known:
             some = slice(outputs.start, min(outputs.stop, outputs.start + SAMPLED_OUTPUTS))
             sample = self.checkpoint.matrix(parameter, None, Region(some, inputs))
-            size = 0 if is_view and isinstance(sample, PlainStorage) else nbytes_of(sample, count, on_gpu=on_gpu)
-            if isinstance(sample, GatheredStorage):  # another matrix of this kind has another order, and other padding
+            size = 0 if is_view and sample.plain is not None else nbytes_of(sample, count, on_gpu=on_gpu)
+            if sample.has_own_size:
                 return size
             self._known[key] = size
         return self._known[key]

@@ -20,7 +20,6 @@ from workers.forward.native.structures import GATE_UP_PARTS, QKV_PARTS, DecoderL
 from workers.forward.weights.base import Storage, joined_runs, stay_apart
 from workers.forward.weights.choice import quantized_type
 from workers.forward.weights.modules import StoredEmbedding, take_storage
-from workers.forward.weights.plain import PlainStorage
 from workers.kv.huge_pages import Arena
 from workers.kv.start_memory import release_free_memory
 
@@ -100,8 +99,8 @@ class _Packer:
 
     def _dequantized(self, storage: Storage) -> torch.Tensor:
         """A stored matrix as plain numbers `[out, in]`: itself if it is plain, else made without a float32 copy."""
-        if isinstance(storage, PlainStorage) and storage.weight.dtype is self._dtype:
-            return storage.weight.contiguous()
+        if (plain := storage.plain) is not None and plain.dtype is self._dtype:
+            return plain.contiguous()
         table = torch.empty(storage.outputs, storage.inputs, dtype=self._dtype)
         for first in range(0, len(table), _ROWS_AT_ONCE):
             table[first : first + _ROWS_AT_ONCE] = storage.take_outputs(

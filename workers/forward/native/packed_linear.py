@@ -17,8 +17,6 @@ from workers.forward.native.build import load_library
 from workers.forward.native.structures import Matrix
 from workers.forward.weights.base import Grouping, KernelLayout, Kind, Storage, Take, pad_rows, taken_rows
 from workers.forward.weights.choice import STORED_TYPES, stored_as
-from workers.forward.weights.int8 import Int8Storage
-from workers.forward.weights.plain import PlainStorage
 from workers.kv.huge_pages import Arena
 
 
@@ -248,15 +246,15 @@ def float_layout(library: ctypes.CDLL) -> KernelLayout:
 
 def can_pack(storage: Storage) -> bool:
     """Whether the CPU kernels take this matrix as it is stored."""
-    if storage.device.type != "cpu" or not isinstance(storage, PlainStorage):
+    if storage.device.type != "cpu" or storage.plain is None:
         return storage.device.type == "cpu" and storage.is_widened
-    dtype = storage.weight.dtype
+    dtype = storage.plain.dtype
     return dtype is torch.float32 or (dtype is torch.bfloat16 and storage.inputs % 2 == 0)
 
 
 def has_rows(storage: Storage) -> bool:
     """Whether the CPU kernels read single rows of this matrix once it is packed, to the bits of `dequantized`."""
-    return can_pack(storage) and not isinstance(storage, Int8Storage)
+    return can_pack(storage) and storage.has_packed_rows
 
 
 def has_int8_tiles(directory: str | None) -> bool:

@@ -162,6 +162,18 @@ class Storage(Protocol):
     def is_widened(self) -> bool:
         """Whether torch multiplies only a widened copy of the numbers, so that Pilotfish's kernels are faster."""
 
+    @property
+    def plain(self) -> torch.Tensor | None:
+        """The numbers `[out, in]` if they are stored as plain ones; `None` for others."""
+
+    @property
+    def has_packed_rows(self) -> bool:
+        """Whether the CPU kernels read single rows of packed blocks, to the bits of `dequantized`."""
+
+    @property
+    def has_own_size(self) -> bool:
+        """Whether another matrix of the same shapes and types may take other bytes."""
+
     def to(self, device: torch.device) -> Self:
         """The matrix on a device; the same object if it is there already."""
 
@@ -179,6 +191,9 @@ class Storage(Protocol):
 
     def kernel(self, bias: torch.Tensor | None) -> LinearKernel:
         """Products by torch's operators, on the device of the weights. `bias` is `[out]`, or none."""
+
+    def kernel_of(self, make: Callable[[Storage], LinearKernel]) -> LinearKernel:
+        """The product, by the kernel that `make` returns for the matrix that multiplies: this one, or its columns."""
 
     def words(self) -> Words:
         """The matrix as the product on GPUs reads it, on the device of the stored numbers, as small as they are.

@@ -8,7 +8,7 @@ Q5_1 have scales and minima in float16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -21,6 +21,7 @@ from workers.forward.weights.base import (
     Grouping,
     KernelLayout,
     Kind,
+    LinearKernel,
     Offset,
     Planes,
     Storage,
@@ -138,6 +139,18 @@ class BlockQuantStorage:
     def is_widened(self) -> bool:
         return True
 
+    @property
+    def plain(self) -> None:
+        return None
+
+    @property
+    def has_packed_rows(self) -> bool:
+        return True
+
+    @property
+    def has_own_size(self) -> bool:
+        return False
+
     def to(self, device: torch.device) -> BlockQuantStorage:
         if device == self.device:
             return self
@@ -171,6 +184,9 @@ class BlockQuantStorage:
 
     def kernel(self, bias: torch.Tensor | None) -> GroupKernel:
         return GroupKernel(self, bias)
+
+    def kernel_of(self, make: Callable[[Storage], LinearKernel]) -> LinearKernel:
+        return make(self)
 
     def words(self) -> Words:
         """The matrix as the product on GPUs reads it: values have 4 or 8 bits there, and scales those of `scale`."""

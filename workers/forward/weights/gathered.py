@@ -48,6 +48,18 @@ class GatheredStorage:
     def is_widened(self) -> bool:
         return self.stored.is_widened
 
+    @property
+    def plain(self) -> None:
+        return None
+
+    @property
+    def has_packed_rows(self) -> bool:
+        return True
+
+    @property
+    def has_own_size(self) -> bool:
+        return True  # groups are padded by how many inputs they have
+
     def to(self, device: torch.device) -> GatheredStorage:
         return replace(self, stored=self.stored.to(device), places=self.places.to(device))
 
@@ -68,7 +80,6 @@ class GatheredStorage:
         return self.kernel_of(lambda stored: stored.kernel(bias))
 
     def kernel_of(self, make: Callable[[Storage], LinearKernel]) -> LinearKernel:
-        """The product, by the kernel that `make` returns for the columns."""
         return _GatheringKernel(make(self.stored), self.places)
 
     def words(self) -> Words:

@@ -6,7 +6,7 @@ has floats, MXFP4 and NF4 have values that choose a number from a table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from workers.forward.weights.base import (
     Grouping,
     KernelLayout,
     Kind,
+    LinearKernel,
     NoGpuProduct,
     Offset,
     Storage,
@@ -118,6 +119,18 @@ class GroupStorage:
             return Kind.GROUPS8 if self.values.dtype is torch.int8 else Kind.GROUPS_E4M3
         return Kind.GROUPS4 if self.table is None else Kind.GROUPS_TABLE
 
+    @property
+    def plain(self) -> None:
+        return None
+
+    @property
+    def has_packed_rows(self) -> bool:
+        return True
+
+    @property
+    def has_own_size(self) -> bool:
+        return False
+
     def to(self, device: torch.device) -> GroupStorage:
         if device == self.device:
             return self
@@ -194,6 +207,9 @@ class GroupStorage:
 
     def kernel(self, bias: torch.Tensor | None) -> GroupKernel:
         return GroupKernel(self, bias)
+
+    def kernel_of(self, make: Callable[[Storage], LinearKernel]) -> LinearKernel:
+        return make(self)
 
     def words(self) -> Words:
         values = self._gpu_values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from workers.forward.weights.base import (
     Blocks,
     KernelLayout,
     Kind,
+    LinearKernel,
     Storage,
     Take,
     pack_blocks,
@@ -65,6 +66,18 @@ class Int8Storage:
     def is_widened(self) -> bool:
         return True
 
+    @property
+    def plain(self) -> None:
+        return None
+
+    @property
+    def has_packed_rows(self) -> bool:
+        return False
+
+    @property
+    def has_own_size(self) -> bool:
+        return False
+
     def to(self, device: torch.device) -> Int8Storage:
         if device == self.device:
             return self
@@ -94,6 +107,9 @@ class Int8Storage:
 
     def kernel(self, bias: torch.Tensor | None) -> Int8Kernel:
         return Int8Kernel(self.integers, self.scale, bias)
+
+    def kernel_of(self, make: Callable[[Storage], LinearKernel]) -> LinearKernel:
+        return make(self)
 
     def words(self) -> Words:
         return self._grouped().words()

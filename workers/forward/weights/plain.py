@@ -71,6 +71,18 @@ class PlainStorage:
     def is_widened(self) -> bool:
         return False
 
+    @property
+    def plain(self) -> torch.Tensor:
+        return self.weight
+
+    @property
+    def has_packed_rows(self) -> bool:
+        return True
+
+    @property
+    def has_own_size(self) -> bool:
+        return False
+
     def to(self, device: torch.device) -> PlainStorage:
         return self if device == self.device else PlainStorage(self.weight.to(device))
 
@@ -93,6 +105,9 @@ class PlainStorage:
         if self.weight.device.type == "cpu" and _can_pack(self.weight.dtype):
             return OneDnnKernel(_in_layout_of_onednn(self.weight), bias)
         return DenseKernel(self.weight, bias)
+
+    def kernel_of(self, make: Callable[[Storage], LinearKernel]) -> LinearKernel:
+        return make(self)
 
     def words(self) -> Words:
         raise NoGpuProduct("plain numbers, which torch multiplies as they are")
