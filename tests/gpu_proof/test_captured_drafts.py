@@ -69,9 +69,9 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     from workers.forward.triton import windows
 
-    monkeypatch.setattr(layer_stack, "pack_window_layers", lambda *_: None)
     monkeypatch.setattr(layer_stack, "products_normalise", lambda _: False)
     for module in (layer_stack, decoder_stack):
+        monkeypatch.setattr(module, "pack_window_layers", lambda *_: None)
         monkeypatch.setattr(module, "operations_on", lambda *_: TritonKernels())
     monkeypatch.setattr(window_attention, "kernels_for", lambda *_: windows)
     monkeypatch.setattr(graph_sizes, "_ROWS", (2,))

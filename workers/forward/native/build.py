@@ -44,6 +44,7 @@ _HEADERS = (
     "packed_groups.h",
     "groups.h",
     "split_groups.h",
+    "windows.h",
 )
 _SOURCES = (
     "attention.c",
@@ -58,6 +59,7 @@ _SOURCES = (
     "split.c",
     "tiles.c",
     "experts.c",
+    "windows.c",
     "decoder.c",
     "leading.c",
     "largest.c",

@@ -14,17 +14,14 @@
 
 #include "attention.h"
 #include "products.h"
-
-#if defined(IS_AVX512)
-#include <immintrin.h>
-#endif
+#include "windows.h"
 
 typedef struct {
     Matrix qkv[3];     /* queries, keys and values: one matrix or several, and then matrices without outputs */
     Matrix out;
     Matrix gate_up[2]; /* one with LANES gates and the ups that belong to them in each block, and one without outputs; or both */
     Matrix down;
-    const float *input_norm, *post_norm, *query_norm, *key_norm; /* the latter two per head, or none */
+    const float *input_norm, *post_norm, *query_norm, *key_norm; /* the latter two per head, or none; drafts may lack the first */
     void *keys, *values;
     int64_t table, window, sinks;
 } DecoderLayer;
@@ -81,8 +78,13 @@ static inline float inverse_rms(const float *x, int64_t count, float epsilon)
     return 1.0f / sqrtf(sum / (float)count + epsilon);
 }
 
+/* Without a weight, the numbers stay as they are. */
 static void normalise(const float *x, const float *weight, int64_t count, float epsilon, void *input, int64_t kind, int64_t at)
 {
+    if (!weight) {
+        put(input, kind, at, x, count);
+        return;
+    }
     const float factor = inverse_rms(x, count, epsilon);
     float part[256];
     for (int64_t first = 0; first < count; first += 256) {
@@ -134,18 +136,18 @@ static Layer attention_of(const Decoder *decoder, const DecoderLayer *own, const
 
 /* Normalise all rows, and multiply them with `count` matrices, whose outputs lie one after another. The matrices may be stored
    in different ways: the rows are normalised once for each kind of input. Those without outputs are left out. */
-static void multiply_normalised(const Decoder *decoder, const Pass *pass, const float *norm, const Matrix *matrices, int64_t count,
-                                const Output *output, int64_t tokens, Barrier *barrier)
+static void multiply_normalised(const Decoder *decoder, const Pass *pass, const float *rows, const float *norm,
+                                const Matrix *matrices, int64_t count, const Output *output, int64_t tokens, Barrier *barrier)
 {
     static const int64_t kinds[] = {FLOAT32, BFLOAT16};
-    const int64_t hidden = decoder->hidden;
+    const int64_t width = matrices->inputs;
     for (int k = 0; k < 2; k++) {
         int is_input = 0;
         for (int64_t m = 0; m < count; m++) is_input |= matrices[m].outputs && factor_kind(matrices + m) == kinds[k];
         if (!is_input) continue;
 #pragma omp for schedule(static) nowait
         for (int64_t t = 0; t < tokens; t++)
-            normalise(pass->x + t * hidden, norm, hidden, decoder->epsilon, pass->input, kinds[k], t * hidden);
+            normalise(rows + t * width, norm, width, decoder->epsilon, pass->input, kinds[k], t * width);
         pilotfish_wait_for_all(barrier);
         Output to = *output;
         for (int64_t m = 0; m < count; m++) {
@@ -157,10 +159,11 @@ static void multiply_normalised(const Decoder *decoder, const Pass *pass, const 
     }
 }
 
-static void multiply_qkv(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, int64_t tokens, Barrier *barrier)
+static void multiply_qkv(const Decoder *decoder, const DecoderLayer *own, const Pass *pass, const float *rows, int64_t tokens,
+                         Barrier *barrier)
 {
     const Output output = {STORE, pass->qkv, NULL, (decoder->heads + 2 * decoder->kv_heads) * decoder->dim, FLOAT32};
-    multiply_normalised(decoder, pass, own->input_norm, own->qkv, 3, &output, tokens, barrier);
+    multiply_normalised(decoder, pass, rows, own->input_norm, own->qkv, 3, &output, tokens, barrier);
 }
 
 /* The first half of a layer: x += attention(norm(x)). */
@@ -173,7 +176,7 @@ static void attention_part(const Decoder *decoder, const DecoderLayer *own, cons
     int64_t first_tile[step->rows + 1];
     const Items items = pilotfish_items(step, &layer, decoder->kv_kind, barrier->team, first_tile);
 
-    multiply_qkv(decoder, own, pass, tokens, barrier);
+    multiply_qkv(decoder, own, pass, pass->x, tokens, barrier);
 #pragma omp for schedule(static) nowait
     for (int64_t t = 0; t < tokens; t++) prepare_attention(decoder, own, pass, step, &layer, t);
     pilotfish_wait_for_all(barrier);
@@ -212,7 +215,8 @@ static void mlp_part(const Decoder *decoder, const DecoderLayer *own, const Pass
     const int is_joined = !own->gate_up[1].outputs;
     const Output to_gated = {GATE, NULL, pass->gated, inner, kind}, apart = {STORE, pass->qkv, NULL, 2 * inner, FLOAT32};
     const Output to_residual = {ADD, pass->x, NULL, decoder->hidden, FLOAT32};
-    multiply_normalised(decoder, pass, own->post_norm, own->gate_up, 2, is_joined ? &to_gated : &apart, tokens, barrier);
+    const Output *output = is_joined ? &to_gated : &apart;
+    multiply_normalised(decoder, pass, pass->x, own->post_norm, own->gate_up, 2, output, tokens, barrier);
     if (!is_joined) {
 #pragma omp for schedule(static) nowait
         for (int64_t t = 0; t < tokens; t++) gate(pass->qkv + 2 * t * inner, inner, pass->gated, kind, t * inner);
@@ -316,6 +320,8 @@ void pilotfish_linear_bfloat16(const Matrix *matrix, const uint16_t *x, uint16_t
 
 /* --- drafting modules ------------------------------------------------------------------------ */
 
+enum { MOST_TOGETHER = 96 }; /* most queries that attend together */
+
 /* Consecutive tokens of one sequence, and the slots that they attend to. Slots have keys and values side by side, so
    no block table is needed. */
 typedef struct {
@@ -333,78 +339,53 @@ typedef struct {
     const int32_t *piece_of;  /* [tokens] */
     const WindowPiece *piece;
     float *x;                 /* [tokens, hidden] the residual stream before the layers, then after them */
+    const float *inputs;      /* [tokens, inputs of its matrix] what the first layer's attention reads instead of x, or none */
     void *input, *gated;      /* work buffers as in Pass */
     float *qkv, *query;
 } WindowPass;
 
-static inline float product(const float *one, const float *other, int64_t count)
-{
-    Vector lanes[2] = {{0}, {0}};
-    int64_t i = 0;
-    for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        lanes[0] += *(const Vector *)(one + i) * *(const Vector *)(other + i);
-        lanes[1] += *(const Vector *)(one + i + LANES) * *(const Vector *)(other + i + LANES);
-    }
-    lanes[0] += lanes[1];
-    float sum = 0.0f;
-#if defined(IS_AVX512)
-    sum = _mm512_reduce_add_ps((__m512)lanes[0]);
-#else
-    for (int l = 0; l < LANES; l++) sum += lanes[0][l];
-#endif
-    for (; i < count; i++) sum += one[i] * other[i];
-    return sum;
-}
-
-/* One query attends to the slots that its token sees, at least one. */
-static void attend_slots(const float *query, const float *keys, const float *values, const uint8_t *seen, int64_t slots,
-                         int64_t dim, float scale, float *sum)
-{
-    float weight[slots], most = -INFINITY, total = 0.0f;
-    for (int64_t s = 0; s < slots; s++) {
-        weight[s] = seen && !seen[s] ? -INFINITY : product(query, keys + s * dim, dim) * scale;
-        most = weight[s] > most ? weight[s] : most;
-    }
-    for (int64_t s = 0; s < slots; s++) weight[s] = exponential(weight[s] - most);
-    for (int64_t d = 0; d < dim; d++) sum[d] = 0.0f;
-    for (int64_t s = 0; s < slots; s++) {
-        if (weight[s] == 0.0f) continue; /* what is stored in a slot that is not seen may be anything */
-        total += weight[s];
-        for (int64_t d = 0; d < dim; d++) sum[d] += weight[s] * values[s * dim + d];
-    }
-    for (int64_t d = 0; d < dim; d++) sum[d] /= total;
-}
-
 /* Rotate one token's queries and store its rotated key and its value in its slot. */
 static void store_in_window(const Decoder *decoder, const WindowPass *pass, int64_t layer, int64_t token)
 {
+    const DecoderLayer *own = decoder->layer + layer;
     const int64_t dim = decoder->dim, heads = decoder->heads, kv_heads = decoder->kv_heads;
     const WindowPiece *piece = pass->piece + pass->piece_of[token];
     float *qkv = pass->qkv + token * (heads + 2 * kv_heads) * dim;
     const float *cos = decoder->cos + pass->position[token] * dim, *sin = decoder->sin + pass->position[token] * dim;
     for (int64_t h = 0; h < heads; h++)
-        rotate(decoder, qkv + h * dim, NULL, cos, sin, pass->query + (token * heads + h) * dim);
+        rotate(decoder, qkv + h * dim, own->query_norm, cos, sin, pass->query + (token * heads + h) * dim);
     for (int64_t h = 0; h < kv_heads; h++) {
         const int64_t at = layer * piece->layer + h * piece->head + (piece->slot + token - piece->first) * dim;
-        rotate(decoder, qkv + (heads + h) * dim, NULL, cos, sin, piece->keys + at);
+        rotate(decoder, qkv + (heads + h) * dim, own->key_norm, cos, sin, piece->keys + at);
         memcpy(piece->values + at, qkv + (heads + kv_heads + h) * dim, (size_t)dim * sizeof *qkv);
     }
 }
 
-static void attend_window(const Decoder *decoder, const WindowPass *pass, int64_t layer, int64_t kind, int64_t item)
+/* Tokens of a piece that attend together, and so read each key once: fewer where more threads have nothing else to do. */
+static int64_t tokens_together(const Decoder *decoder, int64_t tokens, int64_t team)
+{
+    const int64_t most = MOST_TOGETHER / (decoder->heads / decoder->kv_heads), fair = tokens * decoder->kv_heads / (2 * team);
+    const int64_t bounded = fair < most ? fair : most;
+    return bounded > 1 ? bounded : 1;
+}
+
+/* The tokens from the item's one on attend with one key-value head, if that token is the first one of `together`. */
+static void attend_window(const Decoder *decoder, const WindowPass *pass, int64_t layer, int64_t kind, int64_t together,
+                          int64_t item)
 {
     const int64_t dim = decoder->dim, token = item / decoder->kv_heads, h = item % decoder->kv_heads;
-    const int64_t shared = decoder->heads / decoder->kv_heads;
+    const int64_t each = decoder->heads / decoder->kv_heads, wide = each * dim;
     const WindowPiece *piece = pass->piece + pass->piece_of[token];
-    const int64_t from = layer * piece->layer + h * piece->head;
-    const uint8_t *seen = piece->seen ? piece->seen + (token - piece->first) * piece->seen_stride : NULL;
-    for (int64_t s = 0; s < shared; s++) {
-        const int64_t at = (token * decoder->heads + h * shared + s) * dim;
-        float sum[dim];
-        attend_slots(pass->query + at, piece->keys + from, piece->values + from, seen, piece->slots, dim,
-                     decoder->scale, sum);
-        put(pass->input, kind, at, sum, dim);
-    }
+    const int64_t own = token - piece->first, left = piece->slots - piece->slot - own, count = left < together ? left : together;
+    if (own % together) return;
+    const int64_t from = layer * piece->layer + h * piece->head, at = (token * decoder->kv_heads + h) * wide;
+    const int64_t step = decoder->kv_heads * wide; /* from token to token */
+    const uint8_t *seen = piece->seen ? piece->seen + own * piece->seen_stride : NULL;
+    const Slots slots = {piece->keys + from, piece->values + from, seen, piece->seen_stride, piece->slots, dim};
+    float queries[count * wide], sums[count * wide];
+    for (int64_t t = 0; t < count; t++) memcpy(queries + t * wide, pass->query + at + t * step, (size_t)wide * sizeof *queries);
+    pilotfish_attend_slots(queries, count, each, &slots, decoder->scale, sums);
+    for (int64_t t = 0; t < count; t++) put(pass->input, kind, at + t * step, sums + t * wide, wide);
 }
 
 /* All layers of a drafting module. Only layers, sizes, epsilon, scale, cos and sin are read of the decoder. */
@@ -418,16 +399,18 @@ void pilotfish_window_layers(const Decoder *decoder, const WindowPass *work)
     {
 #pragma omp single
         barrier.team = omp_get_num_threads();
+        const int64_t together = tokens_together(decoder, tokens, barrier.team);
         for (int64_t l = 0; l < decoder->layers; l++) {
             const DecoderLayer *own = decoder->layer + l;
             const int64_t kind = factor_kind(&own->out);
             const Output to_residual = {ADD, work->x, NULL, decoder->hidden, FLOAT32};
-            multiply_qkv(decoder, own, &pass, tokens, &barrier);
+            multiply_qkv(decoder, own, &pass, l || !work->inputs ? work->x : work->inputs, tokens, &barrier);
 #pragma omp for schedule(static) nowait
             for (int64_t t = 0; t < tokens; t++) store_in_window(decoder, work, l, t);
             pilotfish_wait_for_all(&barrier);
 #pragma omp for schedule(dynamic, 1) nowait
-            for (int64_t item = 0; item < tokens * decoder->kv_heads; item++) attend_window(decoder, work, l, kind, item);
+            for (int64_t item = 0; item < tokens * decoder->kv_heads; item++)
+                attend_window(decoder, work, l, kind, together, item);
             pilotfish_wait_for_all(&barrier);
             pilotfish_multiply(&own->out, work->input, &to_residual, tokens, &barrier);
             mlp_part(decoder, own, &pass, &step, &barrier);

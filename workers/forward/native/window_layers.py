@@ -25,16 +25,20 @@ _LEAST_ANGLES = 1024
 class LayerWeights:
     """The weights of one Llama-like layer, all on CPU. Norms are RMS norms."""
 
-    qkv: torch.Tensor  # [(heads + 2 KV heads) * head width, hidden]
+    qkv: torch.Tensor  # [(heads + 2 KV heads) * head width, hidden, or inputs of the first layer]
     out: torch.Tensor  # [hidden, heads * head width]
     gate: torch.Tensor  # [inner, hidden]
     up: torch.Tensor  # [inner, hidden]
     down: torch.Tensor  # [hidden, inner]
-    input_norm: torch.Tensor  # [hidden]
+    input_norm: torch.Tensor | None  # [inputs of qkv]; None: they are not normalised
     post_norm: torch.Tensor  # [hidden]
+    query_norm: torch.Tensor | None = None  # [head width], of each head
+    key_norm: torch.Tensor | None = None
+    qkv_bias: torch.Tensor | None = None  # [outputs of qkv]
+    out_bias: torch.Tensor | None = None  # [hidden]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WindowShape:
     """What the sizes of the weights do not tell."""
 
@@ -42,7 +46,10 @@ class WindowShape:
     kv_heads: int
     head_width: int
     epsilon: float
-    rope_theta: float
+    rotary_steps: torch.Tensor
+    """The angle for one position of each pair of elements, float32 [head width / 2], on CPU."""
+    rotary_factor: float = 1.0
+    """Factor on rotated queries and keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +86,8 @@ class _Piece(ctypes.Structure):
 class _Pass(ctypes.Structure):
     _fields_ = [
         ("tokens", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("position", "piece_of", "piece", "x", "input", "gated", "qkv", "query")),
+        *((name, ctypes.c_void_p) for name in ("position", "piece_of", "piece", "x", "inputs")),
+        *((name, ctypes.c_void_p) for name in ("input", "gated", "qkv", "query")),
     ]
 
 
@@ -93,6 +101,7 @@ class WindowLayers:
         self._shape = shape
         self._dtype = dtype
         self._inner, self._hidden = layers[0].gate.shape
+        self._first_inputs = layers[0].qkv.shape[1]
         self._kept: list[PackedMatrix | torch.Tensor] = []
         self._layers = (DecoderLayer * len(layers))(*(self._packed(one, library) for one in layers))
         sizes = (self._hidden, shape.heads, shape.kv_heads, shape.head_width, self._inner)
@@ -105,11 +114,18 @@ class WindowLayers:
         self._compute.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(_Pass)]
         self._compute.restype = None
 
-    def run(self, residual: torch.Tensor, positions: Sequence[int], pieces: Sequence[WindowPiece]) -> torch.Tensor:
+    def run(
+        self,
+        residual: torch.Tensor,
+        positions: Sequence[int],
+        pieces: Sequence[WindowPiece],
+        first_inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Write the keys and values of all pieces; return the residual stream after the layers.
 
         `residual` is the stream before them, float32 `[tokens, hidden]`: all pieces' tokens, one after another, at
-        `positions`. No two pieces share slots. Raises `ValueError` for another shape or dtype.
+        `positions`. No two pieces share slots. `first_inputs`, float32 `[tokens, inputs]`, are what the first layer's
+        attention reads in place of the stream. Raises `ValueError` for another shape or dtype.
         """
         tokens = sum(piece.count for piece in pieces)
         if residual.shape != (tokens, self._hidden) or residual.dtype is not torch.float32 or len(positions) != tokens:
@@ -117,8 +133,10 @@ class WindowLayers:
                 f"residual: {residual.dtype} {tuple(residual.shape)} at {len(positions)} positions is refused; "
                 f"it must be float32 {(tokens, self._hidden)}"
             )
+        self._check_first(first_inputs, tokens)
         if not tokens:
             return residual
+        first_rows = None if first_inputs is None else first_inputs.contiguous()
         found = residual.clone(memory_format=torch.contiguous_format)
         self._extend_angles(max(positions) + 1)
         structures = (_Piece * len(pieces))()
@@ -133,7 +151,7 @@ class WindowLayers:
         piece_of = np.repeat(np.arange(len(pieces), dtype=np.int32), [piece.count for piece in pieces])
         work = _Pass(
             *(tokens, position.ctypes.data, piece_of.ctypes.data, ctypes.addressof(structures)),
-            *(found.data_ptr(), *self._buffers(tokens)),
+            *(found.data_ptr(), None if first_rows is None else first_rows.data_ptr(), *self._buffers(tokens)),
         )
         self._compute(ctypes.byref(self._decoder), ctypes.byref(work))
         return found
@@ -143,28 +161,42 @@ class WindowLayers:
         stored = (stored_as(one, self._dtype) for one in (layer.qkv, layer.out, layer.gate, layer.up, layer.down))
         first, out, gate, up, down = stored
         sources = (first, out, gate_up(gate, up, layout.columns), down)
-        matrices = [PackedMatrix(one, None, layout) for one in sources]
-        norms = [norm.detach().float().clone() for norm in (layer.input_norm, layer.post_norm)]
-        self._kept += [*matrices, *norms]
+        biases = (layer.qkv_bias, layer.out_bias, None, None)
+        matrices = [PackedMatrix(one, bias, layout) for one, bias in zip(sources, biases, strict=True)]
+        norms = [
+            None if norm is None else norm.detach().float().clone(memory_format=torch.contiguous_format)
+            for norm in (layer.input_norm, layer.post_norm, layer.query_norm, layer.key_norm)
+        ]
+        self._kept += [*matrices, *(norm for norm in norms if norm is not None)]
         qkv, own_out, both, own_down = (packed.matrix for packed in matrices)
         parts = (Matrix * QKV_PARTS)(qkv), own_out, (Matrix * GATE_UP_PARTS)(both), own_down
-        return DecoderLayer(*parts, *(norm.data_ptr() for norm in norms))
+        return DecoderLayer(*parts, *(None if norm is None else norm.data_ptr() for norm in norms))
+
+    def _check_first(self, inputs: torch.Tensor | None, tokens: int) -> None:
+        """Raise `ValueError` unless these are what the first layer's attention of so many tokens reads."""
+        wanted = (tokens, self._first_inputs)
+        if inputs is None and self._first_inputs != self._hidden:
+            raise ValueError(f"first_inputs: None is refused; it must be float32 {wanted}")
+        if inputs is not None and (inputs.shape != wanted or inputs.dtype is not torch.float32):
+            raise ValueError(
+                f"first_inputs: {inputs.dtype} {tuple(inputs.shape)} is refused; it must be float32 {wanted}"
+            )
 
     def _extend_angles(self, length: int) -> None:
         """Extend the rotary cosines and sines, float32 `[positions, head width]`, to at least `length` positions."""
         if not self._angles or length > len(self._angles[0]):
-            half = self._shape.head_width // 2
-            steps = self._shape.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
+            shape = self._shape
             positions = torch.arange(max(_LEAST_ANGLES, 1 << (length - 1).bit_length()), dtype=torch.float32)
-            angles = (positions.unsqueeze(1) * steps).repeat(1, 2)
-            self._angles = (angles.cos(), angles.sin())
+            angles = (positions.unsqueeze(1) * shape.rotary_steps).repeat(1, 2)
+            self._angles = (angles.cos().mul_(shape.rotary_factor), angles.sin().mul_(shape.rotary_factor))
             self._decoder.cos, self._decoder.sin = (part.data_ptr() for part in self._angles)
 
     def _buffers(self, tokens: int) -> list[int]:
         """Addresses of the work buffers `input`, `gated`, `qkv` and `query`. The next pass reuses them."""
         shape = self._shape
         queries, stored = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-        sizes = [tokens * width for width in (max(self._hidden, queries), self._inner, queries + 2 * stored, queries)]
+        widest = max(self._hidden, queries, self._first_inputs)
+        sizes = [tokens * width for width in (widest, self._inner, queries + 2 * stored, queries)]
         return self._work.addresses(sizes)
 
 

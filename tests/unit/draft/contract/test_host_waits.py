@@ -16,7 +16,7 @@ from tests.support.fakes.host_waits import OnGpu
 from tests.unit.draft.contract.methods import Directories, values
 from tests.unit.draft.contract.rounds import SAMPLINGS, SimulatedSequence, check_proposal
 from workers.draft.block import block_drafter
-from workers.draft.common.modules import layer_stack
+from workers.draft.common.modules import decoder_stack, layer_stack
 from workers.draft.eagle import eagle_drafter
 from workers.draft.heads import heads_drafter
 from workers.draft.mtp import mtp_pass
@@ -76,7 +76,8 @@ def test_nothing_waits_but_the_reading_of_candidates(
     for module in (block_drafter, eagle_drafter, heads_drafter, mtp_pass):
         monkeypatch.setattr(module, "capture_of", lambda *_: recorder if is_captured else None)
     monkeypatch.setattr(graph_sizes, "_ROWS", (4,))
-    monkeypatch.setattr(layer_stack, "pack_window_layers", lambda *_: None)  # torch computes the layers, as on a GPU
+    for module in (layer_stack, decoder_stack):  # torch computes the layers, as on a GPU
+        monkeypatch.setattr(module, "pack_window_layers", lambda *_: None)
     monkeypatch.setattr(window_attention, "kernels_for", lambda *_: kernels)
     configuration = with_implied_settings(load_configuration(values(name, directories)))
     method = create(configuration.draft, configuration.target)

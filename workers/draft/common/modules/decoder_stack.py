@@ -1,7 +1,8 @@
-"""The decoder layers of a public draft checkpoint for serving: packed products, and attention over windows.
+"""The decoder layers of a public draft checkpoint for serving.
 
 They differ from `LayerStack` in what public bodies have besides: biases, normalised queries and keys, scaled rotary
-positions, and a first layer whose attention reads a wider input than the residual stream.
+positions, a first layer whose attention reads a wider input than the residual stream, and convolutions. On a CPU all
+layers without convolutions are one call of the kernels. Elsewhere torch computes them, with packed products.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ from torch import Tensor
 
 from workers.draft.common.modules.layer_stack import RotaryTable, Rotation
 from workers.draft.common.modules.module_settings import Weights
-from workers.draft.common.modules.product import Product, make_product
+from workers.draft.common.modules.product import Product, make_product, stored_type
 from workers.draft.common.modules.stream_operations import StreamOperations, operations_on
-from workers.forward.native.window_layers import WindowPiece
+from workers.forward.native.window_layers import (
+    LayerWeights,
+    WindowLayers,
+    WindowPiece,
+    WindowShape,
+    pack_window_layers,
+)
 from workers.forward.window_attention import WindowAttention, WindowHeads, WindowStep
 from workers.model.drafting.ends import rms_norm
-from workers.model.drafting.public import PublicModule
+from workers.model.drafting.public import PublicModule, rotary_steps
 from workers.model.public_shapes import ConvolutionShape, DecoderShape, MaskedBlockShape
 
 
@@ -27,10 +34,8 @@ class BiasedProduct:
 
     def __init__(self, module: PublicModule, names: Sequence[str], weights: Weights, directory: str | None) -> None:
         """The rows of all named matrices are one product. `directory` keeps the compiled CPU kernels."""
-        parts = [module.tensors[f"{name}.weight"] for name in names]
-        biases = [bias for name in names if (bias := module.get(f"{name}.bias")) is not None]
-        self._multiply: Product = make_product(torch.cat(parts), weights, directory)
-        self._bias = torch.cat(biases).float() if biases else None
+        weight, self._bias = _joined(module, names)
+        self._multiply: Product = make_product(weight, weights, directory)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Map float32 [rows, inputs] to float32 [rows, outputs]."""
@@ -43,9 +48,14 @@ class DecoderStack:
 
     def __init__(self, module: PublicModule, body: DecoderShape, weights: Weights, directory: str | None) -> None:
         """`directory` keeps the compiled CPU kernels. A module with convolutions runs over whole blocks."""
-        device = next(iter(module.tensors.values())).device
+        self.windows: WindowAttention | None = None
+        """What attends where the CPU kernels do not compute the layers."""
+        self._packed = _packed(module, body, weights, directory) if is_one_call(module) else None
+        if self._packed is not None:
+            return
+        device = _device_of(module)
         self._rotary = RotaryTable(body.rope, body.head_width, device)
-        self.layers = [_Layer(module, body, number, weights, directory) for number in range(body.layers)]
+        self._layers = [_Layer(module, body, number, weights, directory) for number in range(body.layers)]
         self._operations = operations_on(device, body.hidden_size, body.intermediate_size)
         self._epsilon = body.norm_epsilon
         heads = WindowHeads(body.heads, body.kv_heads, body.head_width, body.head_width)
@@ -64,14 +74,18 @@ class DecoderStack:
         `positions`. `first_inputs` [tokens, inputs] are what the first layer's attention reads in place of the
         normalised stream. No two pieces share slots.
         """
+        if self._packed is not None:
+            return self._packed.run(residual, positions, pieces, first_inputs)
+        if self.windows is None:
+            raise TypeError("layers without packed weights have no attention")
         return self.computed(residual, self.windows.plan(pieces, positions), first_inputs)
 
     def computed(self, residual: Tensor, step: WindowStep, first_inputs: Tensor | None = None) -> Tensor:
-        """What `run` returns, with attention that is planned already."""
+        """What `run` returns, by torch, with attention that is planned already."""
         rotation, operations = self._rotary.at(step.positions), self._operations
         residual = residual.contiguous()
         added: Tensor | None = None  # to the stream, by the last layer
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self._layers):
             if added is not None and layer.input_norm is not None:
                 residual, inputs = operations.add_and_normalize(residual, added, layer.input_norm, self._epsilon)
             else:
@@ -88,6 +102,48 @@ class DecoderStack:
             residual, inputs = operations.add_and_normalize(residual, attended, layer.post_norm, self._epsilon)
             added = layer.mlp(inputs, operations)
         return residual if added is None else residual + added
+
+
+def is_one_call(module: PublicModule) -> bool:
+    """Whether the CPU kernels have all parts of a module's layers, and its weights are where they compute."""
+    return _device_of(module).type == "cpu" and _convolution_of(module) is None
+
+
+def _packed(module: PublicModule, body: DecoderShape, weights: Weights, directory: str | None) -> WindowLayers | None:
+    steps, factor = rotary_steps(body.rope, body.head_width, torch.device("cpu"))
+    shape = WindowShape(body.heads, body.kv_heads, body.head_width, body.norm_epsilon, steps, factor)
+    layers = [_weights_of(module, f"layers.{number}") for number in range(body.layers)]
+    return pack_window_layers(layers, shape, stored_type(weights, directory), directory)
+
+
+def _weights_of(module: PublicModule, name: str) -> LayerWeights:
+    qkv, qkv_bias = _joined(module, [f"{name}.self_attn.{part}_proj" for part in "qkv"])
+    out, out_bias = _joined(module, [f"{name}.self_attn.o_proj"])
+    gate, up, down = (module.tensors[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    return LayerWeights(
+        *(qkv, out, gate, up, down),
+        input_norm=module.norm(f"{name}.input_layernorm"),
+        post_norm=module.tensors[f"{name}.post_attention_layernorm.weight"],
+        query_norm=module.norm(f"{name}.self_attn.q_norm"),
+        key_norm=module.norm(f"{name}.self_attn.k_norm"),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+    )
+
+
+def _joined(module: PublicModule, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+    """The rows of all named matrices one after another, and their biases, float32, if they have some."""
+    weights = [module.tensors[f"{name}.weight"] for name in names]
+    biases = [bias for name in names if (bias := module.get(f"{name}.bias")) is not None]
+    return torch.cat(weights), torch.cat(biases).float() if biases else None
+
+
+def _device_of(module: PublicModule) -> torch.device:
+    return next(iter(module.tensors.values())).device
+
+
+def _convolution_of(module: PublicModule) -> ConvolutionShape | None:
+    return module.shape.convolution if isinstance(module.shape, MaskedBlockShape) else None
 
 
 class BlockConvolution:
@@ -142,16 +198,11 @@ class _Layer:
         def product(*parts: str) -> BiasedProduct:
             return BiasedProduct(module, [f"{name}.{part}" for part in parts], weights, directory)
 
-        def norm(part: str) -> Tensor | None:
-            found = module.get(f"{name}.{part}.weight")
-            return None if found is None else found.float()
-
         self._joined = product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         self._out, self._down = product("self_attn.o_proj"), product("mlp.down_proj")
         self._gate_up = product("mlp.gate_proj", "mlp.up_proj")
-        self.input_norm, self._query_norm, self._key_norm = map(
-            norm, ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm")
-        )
+        norms = ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+        self.input_norm, self._query_norm, self._key_norm = (module.norm(f"{name}.{part}") for part in norms)
         self.post_norm = module.tensors[f"{name}.post_attention_layernorm.weight"].float()
         self.convolution, self._mlp_convolution = (
             _convolution(module, f"{name}.{part}_conv", weights, directory) for part in ("attention", "mlp")
@@ -191,7 +242,7 @@ class _Layer:
 
 
 def _convolution(module: PublicModule, name: str, weights: Weights, directory: str | None) -> BlockConvolution | None:
-    shape = module.shape
-    if not isinstance(shape, MaskedBlockShape) or shape.convolution is None:
+    shape, convolution = module.shape, _convolution_of(module)
+    if convolution is None or not isinstance(shape, MaskedBlockShape):
         return None
-    return BlockConvolution(module, name, shape.convolution, shape.slots, weights=weights, directory=directory)
+    return BlockConvolution(module, name, convolution, shape.slots, weights=weights, directory=directory)

@@ -55,21 +55,26 @@ class LayerStack:
     ) -> None:
         """`input_norms` [layers, hidden size] are the norms' weights. `directory` keeps the compiled CPU kernels."""
         shape = layers[0].shape
-        own = WindowShape(shape.heads, shape.kv_heads, shape.head_width, shape.norm_epsilon, shape.rope_theta)
+        rope = RopeShape(shape.rope_theta)
+        steps, factor = rotary_steps(rope, shape.head_width, torch.device("cpu"))
+        own = WindowShape(shape.heads, shape.kv_heads, shape.head_width, shape.norm_epsilon, steps, factor)
         given = [_weights_of(layer, norm) for layer, norm in zip(layers, input_norms, strict=True)]
         self._packed = pack_window_layers(given, own, stored_type(weights, directory), directory)
         self.windows: WindowAttention | None = None
         """What attends where the CPU kernels do not compute the layers."""
         if self._packed is None:
             device = layers[0].q_proj.weight.device
-            self._rotary = RotaryTable(RopeShape(shape.rope_theta), shape.head_width, device)
+            self._rotary = RotaryTable(rope, shape.head_width, device)
             inner, hidden = given[0].gate.shape
             normalises = products_normalise(device)
             self._operations: StreamOperations = (
                 _NormsInProducts() if normalises else operations_on(device, hidden, inner)
             )
             self._epsilon = own.epsilon
-            self._layers = [_TorchLayer(one, own, weights, normalises=normalises) for one in given]
+            self._layers = [
+                _TorchLayer(one, norm, own, weights, normalises=normalises)
+                for one, norm in zip(given, input_norms, strict=True)
+            ]
             heads = WindowHeads(shape.heads, shape.kv_heads, shape.head_width, shape.head_width)
             self.windows = WindowAttention(heads, device)
 
@@ -125,12 +130,14 @@ class _NormsInProducts(TorchOperations):
 class _TorchLayer:
     """One layer whose queries, keys and values come from one product."""
 
-    def __init__(self, layer: LayerWeights, shape: WindowShape, weights: Weights, *, normalises: bool) -> None:
+    def __init__(
+        self, layer: LayerWeights, input_norm: Tensor, shape: WindowShape, weights: Weights, *, normalises: bool
+    ) -> None:
         """`normalises`: whether the products normalise what they read."""
         self._shape = shape
-        size = len(layer.input_norm)
-        self.input_norm, self.post_norm = layer.input_norm.detach().float(), layer.post_norm.detach().float()
-        given = (layer.input_norm, layer.post_norm)
+        size = len(input_norm)
+        self.input_norm, self.post_norm = input_norm.detach().float(), layer.post_norm.detach().float()
+        given = (input_norm, layer.post_norm)
         norms = [InputNorm(norm, shape.epsilon, size) if normalises else None for norm in given]
         self._joined = make_product(layer.qkv, weights, None, norms[0])
         self._out, self._down = make_product(layer.out, weights), make_product(layer.down, weights)

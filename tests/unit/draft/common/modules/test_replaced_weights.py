@@ -19,7 +19,7 @@ from tests.unit.draft.rows import TAPS, draft, row, shown
 from workers.draft.block import block_drafter
 from workers.draft.block.block_drafter import BlockTreeDrafter, ServedBlocks, load_block_drafter
 from workers.draft.common.learning import LearnedWeights, salt_key
-from workers.draft.common.modules import layer_stack
+from workers.draft.common.modules import decoder_stack, layer_stack
 from workers.draft.common.modules.learned_modules import LearnedModules
 from workers.draft.common.modules.module_settings import ContextModuleSettings
 from workers.draft.common.modules.ranked_paths import TreeForm
@@ -162,7 +162,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
     for module in (block_drafter, eagle_drafter):
         monkeypatch.setattr(module, "capture_of", lambda *_: found)
     monkeypatch.setattr(graph_sizes, "_ROWS", (4,))
-    monkeypatch.setattr(layer_stack, "pack_window_layers", lambda *_: None)
+    for module in (layer_stack, decoder_stack):
+        monkeypatch.setattr(module, "pack_window_layers", lambda *_: None)
     monkeypatch.setattr(window_attention, "kernels_for", lambda *_: NoAttention())
     return found
 
