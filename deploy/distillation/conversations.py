@@ -81,7 +81,10 @@ class BatchedTarget:
         """The answers of one batch after another, until the tasks or the time end."""
         waiting = iter(tasks)
         while batch := self._batch(waiting):
-            asked = [(task, self._encoded(task)) for task in self._with_questions(self._with_documents(batch))]
+            asked = [
+                (task, prompt_tokens(task, self._tokenizer))
+                for task in self._with_questions(self._with_documents(batch))
+            ]
             if self._plan.ends is not None and time.monotonic() >= self._plan.ends:
                 return
             if usable := [(task, prompt) for task, prompt in asked if 0 < len(prompt) <= self._plan.max_prompt]:
@@ -160,11 +163,13 @@ class BatchedTarget:
         writing = WritingPlan(plan.most_tokens, plan.stops, seed, floor, plan.ends)
         return self._write_all(prompts, temperatures, writing)
 
-    def _encoded(self, task: Task) -> Tokens:
-        try:
-            return self._tokenizer.encode_chat([*system_messages(task.prompt), Message("user", task.prompt.turns[0])])
-        except InvalidRequest:
-            return ()
+
+def prompt_tokens(task: Task, tokenizer: Tokenizer) -> Tokens:
+    """The tokens of a task's first turn, with the system's message; none if the chat template refuses them."""
+    try:
+        return tokenizer.encode_chat([*system_messages(task.prompt), Message("user", task.prompt.turns[0])])
+    except InvalidRequest:
+        return ()
 
 
 def opened(tokenizer: Tokenizer, before: Sequence[Message]) -> Tokens:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from cluster.generation.text.tokenizer import Tokenizer
 from deploy.dataclass_options import number_list
 from deploy.distillation.begun_draft import begun_draft
 from deploy.distillation.checkpoints import NO_CHECKPOINTS, STATE, Checkpoints, FileCheckpoints
-from deploy.distillation.conversations import AnswerPlan, BatchedTarget, Write
+from deploy.distillation.conversations import AnswerPlan, BatchedTarget, Write, prompt_tokens
 from deploy.distillation.fitting import Fitting, Place, States
 from deploy.distillation.training_card import TrainingCard, command_of
 from deploy.distillation.training_directory import TrainingDirectory
@@ -395,7 +396,7 @@ class SingleProcess(ABC):
         groups: list[tuple[AnswerPlan, Iterable[Task], bool]] = []
         if not is_fixed:
             templates = [task for task in evaluation if task.prompt.is_template]  # they wait for long answers
-            judged = [task for task in evaluation if task not in templates]
+            judged = self._short_enough([task for task in evaluation if task not in templates], judging.max_prompt)
             groups += [(judging, judged, False)] if judged else []
             is_open = chosen.write_seconds and total < chosen.most_tokens
             groups += [(plan, chain(templates, tasks), True)] if is_open else []
@@ -418,6 +419,19 @@ class SingleProcess(ABC):
         if self.directory_of_training is not None and not is_fixed:
             self.directory_of_training.begin(kept, self.vocabulary(texts))
         return texts
+
+    def _short_enough(self, tasks: Sequence[Task], most: int) -> list[Task]:
+        """The tasks whose prompts have at most so many tokens. Says how many of which category have more."""
+        tokenizer = Tokenizer.load(self.directory) if tasks else None
+        long = [
+            task for task in tasks if task.prompt.turns and tokenizer and len(prompt_tokens(task, tokenizer)) > most
+        ]
+        if long:
+            named = ", ".join(
+                f"{count} of {name}" for name, count in Counter(one.prompt.category for one in long).items()
+            )
+            self.tell(f"--evaluate: not measured on {named}: longer than --max-length less --max-tokens, {most} tokens")
+        return [task for task in tasks if task not in long]
 
     def _kept(self) -> tuple[list[Answer], bool]:
         """The answers of the file, and whether there may be no others: a training began with them."""

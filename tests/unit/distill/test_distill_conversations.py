@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -111,6 +111,34 @@ def test_a_template_that_is_only_measured_on_is_measured(
     measured = texts.measured["held out" if name == "prompts" else "evaluated"]
     assert any("Shorten: ???" in "".join(map(chr, one.prompt)) for one in measured)
     assert all(one.held_out for one in measured)
+
+
+def test_prompts_that_are_too_long_to_measure_on_are_named_and_start_no_target(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"question_id": 1, "category": "qa", "turns": ["Who?"]}]
+    rows += [{"question_id": 2 + number, "category": "rag", "turns": ["a" * 1200]} for number in range(2)]
+    (tmp_path / "evaluated.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"question": "What?"}) + "\n")
+    words = ["--target", str(directory), "--out", str(tmp_path / "out"), "--answers", str(tmp_path / "answers.jsonl")]
+    words += ["--prompts", str(tmp_path / "prompts.jsonl"), "--evaluate", str(tmp_path / "evaluated.jsonl")]
+    words += ["--write-seconds", "0"]
+    monkeypatch.setattr(single_process, "Tokenizer", SimpleNamespace(load=lambda _: Letters()))
+    told, started = list[str](), list[int]()
+
+    def writing() -> Any:
+        started.append(1)
+        return lambda prompts, *_: [prompt[-1:] * MOST for prompt in prompts]
+
+    for _ in range(2):
+        run = dspark.Run(dspark.options(words), told.append)
+        run.writer = cast(Any, SimpleNamespace(writing=writing))
+        texts = run.texts()
+        assert [one.category for one in texts.measured["evaluated"]] == ["qa"]
+
+    named = "--evaluate: not measured on 2 of rag: longer than --max-length less --max-tokens, 1152 tokens"
+    assert sum(line.endswith(named) for line in told) == 2
+    assert len(started) == 1
 
 
 def test_a_question_of_the_target_is_answered_without_its_system_message_in_every_second_pass() -> None:
