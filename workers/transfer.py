@@ -1,12 +1,14 @@
-"""Small tensors made on the host and copied to a device, without waiting for the work that the device is doing.
+"""Copies between the host and a device.
 
-A copy from pageable memory would wait for the GPU. These copies go through pinned memory, which PyTorch reuses only
-after the copy is done.
+A copy to the device does not wait for the work that the device is doing: a copy from pageable memory would, so these
+go through pinned memory, which PyTorch reuses only after the copy is done. Copies to the host wait once for several
+tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 IntegerArray = npt.NDArray[np.int64]
+HostArray = npt.NDArray[Any]
 StepArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 _ALIGNMENT = 16
 
@@ -106,6 +109,54 @@ def split_together(whole: torch.Tensor, arrays: Sequence[StepArray]) -> list[tor
         held[begin:end].view(torch.int64 if array.itemsize == 8 else torch.int32).view(array.shape)
         for (begin, end), array in zip(_spans(arrays), arrays, strict=True)
     ]
+
+
+def to_host_together(tensors: Sequence[Tensor]) -> list[HostArray]:
+    """Arrays on the host of the tensors of one device, after one wait. Those of the CPU are not copied.
+
+    The arrays of a GPU's tensors are in pinned memory: copy what is kept for long. NumPy has no bfloat16; view such a
+    tensor as int16.
+    """
+    if not any(map(is_on_device, tensors)):
+        return [one.detach().numpy() for one in tensors]
+    copies = [one.detach().to("cpu", non_blocking=True) for one in tensors]  # PyTorch makes them in pinned memory
+    wait_for_device(next(one.device for one in tensors if is_on_device(one)))
+    return [one.numpy() for one in copies]
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait for what was launched on the current stream of a GPU so far."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).record_event().synchronize()
+
+
+def is_on_device(tensor: Tensor) -> bool:
+    """Whether a tensor must be copied before the host reads it."""
+    return tensor.is_cuda or tensor.device.type != "cpu"
+
+
+class HostCopies:
+    """Tensors of one device that the host reads together: the first that is read waits, once, for all added so far."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, list[HostArray]]] = []
+
+    def add(self, tensor: Tensor) -> Callable[[], HostArray]:
+        """Return a function that returns the tensor on the host. Nothing may change the tensor before it is read."""
+        found: list[HostArray] = []
+        self._waiting.append((tensor, found))
+
+        def read() -> HostArray:
+            if not found:
+                self._copy()
+            return found[0]
+
+        return read
+
+    def _copy(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for (_, found), array in zip(waiting, to_host_together([tensor for tensor, _ in waiting]), strict=True):
+            found.append(array)
 
 
 def _spans(arrays: Sequence[StepArray]) -> list[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from tests.gpu_proof.device import DEVICE, needs_kernels
 from tests.support.fakes.host_waits import OnGpu
 from workers.sampling.allowed_tokens import AllowedTokens
 from workers.sampling.context import DecisionContext
-from workers.sampling.decide import Undecidable, decide, is_shardable, merge_winners, shard_winners
+from workers.sampling.decide import decide, is_shardable, merge_winners, shard_winners
 from workers.sampling.decision_table import table_of
 from workers.sampling.noise import gumbel
 from workers.sampling.winners import winners
@@ -79,14 +78,6 @@ def contexts_for(draw: st.DrawFn, size: int) -> list[DecisionContext]:
     return [context() for _ in range(draw(st.integers(1, 4)))]
 
 
-def found(choose: Callable[..., list[int]], *arguments: object) -> list[int] | tuple[int, ...]:
-    """The tokens, or the rows in which none can be chosen."""
-    try:
-        return choose(*arguments)
-    except Undecidable as error:
-        return error.rows
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_decisions_are_those_of_the_reference(data: st.DataObject) -> None:
@@ -98,11 +89,11 @@ def test_decisions_are_those_of_the_reference(data: st.DataObject) -> None:
     )
     logits = logits_of(len(contexts), size, data.draw(st.integers(0, 99)), kind, dtype)
     kept = logits.clone()
-    expected = found(decide, logits, contexts)
+    expected = decide(logits, contexts)
     there = logits.to(DEVICE)
     with OnGpu() as gpu:
-        assert found(decide, there, contexts) == expected
-    assert gpu.waits == ["tolist"]
+        assert decide(there, contexts) == expected
+    assert gpu.waits == ["copies"]
     torch.testing.assert_close(logits, kept, rtol=0, atol=0, equal_nan=True)
 
 
@@ -123,7 +114,7 @@ def test_shards_have_the_same_scores_and_tokens_and_merge_to_the_decision(data: 
         parts.append(own)
     if contexts:
         scores, ids = (torch.stack(column) for column in zip(*parts, strict=True))
-        assert found(merge_winners, scores, ids) == found(decide, logits, contexts)
+        assert merge_winners(scores, ids).tolist() == decide(logits, contexts)
 
 
 def test_noise_has_the_same_bits() -> None:

@@ -12,7 +12,7 @@ from tests.support.models.drawn_drafts import TABLES, Draft, Drafter, Drawing, W
 from tests.support.models.enumerable import BAR, SETTINGS, VOCABULARY, p_value
 from workers.sampling.acceptance import AcceptanceRule, Accepted, DecidedTree
 from workers.sampling.noise import gumbel
-from workers.sampling.residual import draft_probabilities, draw, residual
+from workers.sampling.residual import draft_probabilities
 from workers.sampling.rules.block import Block
 from workers.sampling.rules.rejection import Rejection
 from workers.sampling.uniform import uniform
@@ -93,7 +93,7 @@ class SimpleRejection:
         nodes: list[int] = []
         while True:
             node, position = nodes[-1] if nodes else ROOT, root.position + len(nodes)
-            left, rejected = log_probabilities[node + 1].double().exp(), []
+            left, rejected = log_probabilities[node + 1].double().exp(), list[int]()
             for rank, child in enumerate(tree.children(node)):
                 token = tree.tokens[child]
                 draft: Mapping[int, float] = draft_probabilities(tree, child, step.distributions, rejected)
@@ -102,12 +102,15 @@ class SimpleRejection:
                     break
                 if self.removes:
                     rejected.append(token)
-                rest = residual(left, draft)
+                rest = left.clone()
+                for other, probability in draft.items():
+                    rest[other] = max(0.0, float(left[other]) - probability)
                 if self.subtracts and float(rest.sum()) > 0:
                     left = rest / rest.sum() if self.normalises else rest
             else:
                 if self.has_own_numbers:
-                    last = draw(left, uniform(b"residual", root.seed, position))
+                    number = uniform(b"residual", root.seed, position)
+                    last = int((left.cumsum(0) <= number * left.sum()).sum())
                 else:
                     last = int((left.log() + gumbel([root.seed], [position], 0, VOCABULARY, "cpu")[0]).argmax())
                 return step.accepted(nodes, last)

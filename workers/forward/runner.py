@@ -200,11 +200,15 @@ class ModelRunner:
         hidden = self.hidden if hidden is None else hidden
         if hidden is None:
             raise ValueError("the last pass recorded no hidden states: the runner was made without taps")
+        tokens = self.tokens_of(row, nodes)
+        return hidden[tokens if isinstance(tokens, slice) else to_device(tokens, hidden.device)]
+
+    def tokens_of(self, row: int, nodes: Sequence[int] = ()) -> slice | list[int]:
+        """Where the last pass has a row's committed tokens and the path `nodes` of its tree, among all its tokens."""
         first, fresh = self._firsts[row], self._shapes[row].fresh
         if all(node == depth for depth, node in enumerate(nodes)):
-            return hidden[first : first + fresh + len(nodes)]
-        path = [*range(first, first + fresh), *(first + fresh + node for node in nodes)]
-        return hidden[to_device(path, hidden.device)]
+            return slice(first, first + fresh + len(nodes))
+        return [*range(first, first + fresh), *(first + fresh + node for node in nodes)]
 
     def _claim_states(self, rows: Sequence[ForwardRow]) -> RecurrenceColumns | None:
         """What recurrent layers do with these rows; `None` without such layers.

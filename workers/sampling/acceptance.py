@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.config.registry import Registry
@@ -22,6 +22,8 @@ from workers.sampling.context import DecisionContext
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from workers.transfer import HostCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class DecidedTree:
             raise ValueError("log_probabilities: the rule needs them, found None")
         return self.log_probabilities
 
+    def check_log_probabilities(self) -> None:
+        """Raise `ValueError` if there are none."""
+        _ = self.known_log_probabilities
+
     def accepted(self, nodes: Sequence[int], last: int | None = None) -> Accepted:
         """The path `nodes` as accepted, and the token `last` after it: if unset, the target's decision there."""
         decided = self.decisions[(nodes or (ROOT,))[-1] + 1]
@@ -143,6 +149,31 @@ class AcceptanceRule(Protocol):
 
     def accept(self, step: DecidedTree) -> Accepted:
         """Accept a path of the tree. Raises `ValueError` if log-probabilities are needed and missing."""
+
+
+@runtime_checkable
+class AcceptsTogether(AcceptanceRule, Protocol):
+    """A rule that looks at all rows of a step together, so that the host waits for a GPU once or twice for all of them.
+
+    The host waits for the tokens of a GPU in any case. What the rule looks up before arrives with them.
+    """
+
+    def launch(
+        self, steps: Sequence[DecidedTree], log_probabilities: Tensor | None, copies: HostCopies
+    ) -> Callable[[Sequence[DecidedTree]], list[Accepted]]:
+        """Let the device look up what the rule needs. Returns a function that accepts a path of each tree.
+
+        The trees come twice: now with decisions of -1, which are not known yet, and then with what is decided.
+        `log_probabilities` are those of all steps, one after another. Raises `ValueError` if they are needed and
+        missing.
+        """
+
+
+def accept_alone(rule: AcceptsTogether, step: DecidedTree) -> Accepted:
+    """What a rule accepts of one tree."""
+    from workers.transfer import HostCopies
+
+    return rule.launch([step], step.log_probabilities, HostCopies())([step])[0]
 
 
 Factory = Callable[[Any], AcceptanceRule]

@@ -7,7 +7,7 @@ candidate is the target's decision, and the second is what the target would deci
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from workers.sampling.context import DecisionContext
 from workers.sampling.decide import ScoredRows, score_rows
+from workers.sampling.logprobs import keys_in_order
+from workers.transfer import HostCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,29 +41,35 @@ def candidates(
     unless there is one context per row.
     """
     found: list[tuple[Candidate, ...]] = [()] * len(contexts)
-    count = min(count, logits.shape[1])
-    for part in score_rows(logits, contexts, vocabulary=vocabulary):
-        for row, best in zip(part.rows, _of_part(part, count, vocabulary), strict=True):
-            found[row] = best
+    count, copies = min(count, logits.shape[1]), HostCopies()
+    parts = [
+        (part.rows, copies.add(_of_part(part, count, vocabulary)))
+        for part in score_rows(logits, contexts, vocabulary=vocabulary)
+    ]
+    for rows, numbers in parts:
+        for row, columns in zip(rows, zip(*numbers().tolist(), strict=True), strict=True):
+            found[row] = tuple(
+                Candidate(int(token), probability)
+                for value, token, probability in zip(*columns, strict=True)
+                if value > -math.inf
+            )
     return found
 
 
-def _of_part(part: ScoredRows, count: int, vocabulary: Tensor | None) -> Iterator[tuple[Candidate, ...]]:
+def _of_part(part: ScoredRows, count: int, vocabulary: Tensor | None) -> Tensor:
+    """Scores, tokens and probabilities of the best tokens of each row, best first: float64 [3, rows, count]."""
     values, indices = _leading(part.scores, count)
     probabilities = part.scores.softmax(dim=1).gather(1, indices)
     columns = indices if part.columns is None else part.columns.gather(1, indices)
     tokens = columns if vocabulary is None else vocabulary[columns]
-    numbers = torch.stack((values.double(), tokens.double(), probabilities.double()))
-    for row in zip(*numbers.tolist(), strict=True):  # the only wait for the device
-        yield tuple(
-            Candidate(int(token), probability)
-            for value, token, probability in zip(*row, strict=True)
-            if value > -math.inf
-        )
+    return torch.stack((values.double(), tokens.double(), probabilities.double()))
 
 
 def _leading(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest scores of each row and their columns; among equal scores, the lowest column first."""
+    if scores.is_cuda:  # to look for equal scores would be a wait
+        indices = keys_in_order(scores).topk(count, dim=1).indices
+        return scores.gather(1, indices), indices
     values, indices = scores.topk(min(count + 1, scores.shape[1]), dim=1)  # one more, to see a tie at the edge
     tied = ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -math.inf)).any(dim=1)
     for row in tied.nonzero().squeeze(1).tolist():  # `topk` orders equal values arbitrarily

@@ -7,7 +7,7 @@ By the Gumbel-max trick each token is an exact sample from its warped distributi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -25,37 +25,49 @@ from workers.sampling.shortlist import shortlists
 from workers.sampling.truncate import truncate
 from workers.sampling.warp import untruncated
 from workers.sampling.winners import DecisionKernels, winners
-from workers.transfer import row_indices
+from workers.transfer import HostCopies, row_indices
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Logits processed at a time. The limit bounds temporary copies, and on a CPU keeps them in cache."""
 _UNDECIDABLE = -1
 
 
-class Undecidable(ValueError):
-    """Raised for rows in which no token can be chosen, because every logit is NaN or −inf. `rows` are their indices."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedTokens:
+    """Decisions that a device may still compute."""
 
-    def __init__(self, rows: tuple[int, ...]) -> None:
-        self.rows = rows
-        super().__init__(f"rows {list(rows)}: every logit is NaN or -inf, so no token can be chosen")
+    read: Callable[[], list[int]]
+    """Returns the tokens; -1 for a row in which every logit is NaN or −inf. The host may wait for the device."""
+    on_device: Tensor | None = None
+    """The same, int64 [n], if the logits are on a GPU."""
 
 
 def decide(logits: Tensor, contexts: Sequence[DecisionContext], kernels: DecisionKernels | None = None) -> list[int]:
-    """Decide the token at each row's position, from logits [n, vocab].
+    """Decide the token at each row's position, from logits [n, vocab]; -1 where every logit is NaN or −inf.
 
     Among equal scores the lowest token wins. Without `kernels`, those of the logits' device decide, if it has some
-    (`kernels_for`). Raises `Undecidable`, which names the rows, and `ValueError` unless there
-    is one context per row.
+    (`kernels_for`). Raises `ValueError` unless there is one context per row.
     """
+    return launch(logits, contexts, HostCopies(), kernels).read()
+
+
+def launch(
+    logits: Tensor, contexts: Sequence[DecisionContext], copies: HostCopies, kernels: DecisionKernels | None = None
+) -> LaunchedTokens:
+    """Let the device compute what `decide` returns. The tokens are copied to the host with all other `copies`."""
     if len(contexts) != len(logits):
         raise ValueError(f"{len(contexts)} contexts for {len(logits)} rows of logits")
+    if not contexts:
+        return LaunchedTokens(list)
     kernels = kernels or kernels_for(logits)
     rows = () if logits.is_cuda or kernels else rows_of_contexts(contexts)
     if rows and all(not any(row.allowed) and leaders_of(row.sampling) for row in rows):
         tokens = largest(logits)
         if tokens is not None and all(one not in of.excluded_tokens for one, of in zip(tokens, contexts, strict=True)):
-            return tokens
-    return _known(*_winners(logits, contexts, 0, kernels))
+            return LaunchedTokens(lambda: tokens)
+    chosen = _with_unknown(*_winners(logits, contexts, 0, kernels))
+    copied = copies.add(chosen)
+    return LaunchedTokens(lambda: copied().tolist(), chosen if chosen.is_cuda else None)
 
 
 def largest(logits: Tensor) -> list[int] | None:
@@ -96,22 +108,18 @@ def shard_winners(
     return _winners(logits, contexts, offset, kernels or kernels_for(logits))
 
 
-def merge_winners(values: Tensor, ids: Tensor) -> list[int]:
-    """Merge the shards' best scores and tokens, [ranks, n] each, into one token per row.
+def merge_winners(values: Tensor, ids: Tensor) -> Tensor:
+    """Merge the shards' best scores and tokens, [ranks, n] each, into one token per row: int64 [n].
 
-    The largest score wins; among equal scores, the lowest token. Raises `Undecidable`, which names the rows.
+    The largest score wins; among equal scores, the lowest token. A row without any candidate has -1.
     """
     best = values.amax(dim=0)
-    return _known(best, ids.masked_fill(values != best, torch.iinfo(torch.int64).max).amin(dim=0))
+    return _with_unknown(best, ids.masked_fill(values != best, torch.iinfo(torch.int64).max).amin(dim=0))
 
 
-def _known(best: Tensor, ids: Tensor) -> list[int]:
-    """The tokens of rows `[n]` with their scores, on the host. Raises `Undecidable` for scores of minus infinity."""
-    chosen: list[int] = ids.masked_fill(best == -math.inf, _UNDECIDABLE).tolist()  # the only wait for the device
-    undecidable = tuple(row for row, token in enumerate(chosen) if token == _UNDECIDABLE)
-    if undecidable:
-        raise Undecidable(undecidable)
-    return chosen
+def _with_unknown(best: Tensor, ids: Tensor) -> Tensor:
+    """The tokens of rows `[n]`, with -1 where their scores `[n]` are −inf."""
+    return ids.masked_fill(best == -math.inf, _UNDECIDABLE)
 
 
 def kernels_for(logits: Tensor) -> DecisionKernels | None:

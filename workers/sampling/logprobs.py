@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cluster.core.request import TokenLogprobs
-from workers.transfer import tensor_on
+from workers.transfer import HostArray, HostCopies, tensor_on
 
 LEAST_LOGPROB = -9999.0
 """Reported for an impossible token, because JSON has no −inf. OpenAI's API reports the same number."""
@@ -32,15 +34,46 @@ def token_logprobs(
 
     Raises `ValueError` for arguments of unequal length or a token outside the vocabulary.
     """
+    launched = launch_logprobs(logits, tokens, counts, listed, HostCopies())
+    return tuple(launched.of(row, token) for row, token in enumerate(tokens))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedLogprobs:
+    """Log-probabilities that a device may still compute."""
+
+    _numbers: Callable[[], HostArray]
+    """The `_numbers` of all rows, for `_most` tokens."""
+    _most: int
+    _listed: Sequence[Sequence[int]]
+    _counts: Sequence[int]
+
+    def of(self, row: int, token: int) -> TokenLogprobs:
+        """What is reported of a row, whose token this is. The host may wait for the device."""
+        return _reported(token, self._numbers()[row].tolist(), self._most, self._listed[row], self._counts[row])
+
+
+def launch_logprobs(
+    logits: Tensor | Sequence[Tensor],
+    tokens: Sequence[int] | Tensor,
+    counts: Sequence[int],
+    listed: Sequence[Sequence[int]],
+    copies: HostCopies,
+) -> LaunchedLogprobs:
+    """Let the device compute what `token_logprobs` returns. The numbers are copied to the host with all other `copies`.
+
+    `tokens` may be int64 [n] on the GPU of the logits; what is computed for a token of -1 has no meaning.
+    """
     pieces = [logits] if isinstance(logits, Tensor) else list(logits)
     rows = sum(map(len, pieces))
     if not rows == len(tokens) == len(counts) or len(listed) not in (0, rows):
         lengths = f"{len(tokens)} tokens, {len(counts)} counts and {len(listed)} lists of tokens"
         raise ValueError(f"{rows} rows of logits, {lengths}")
     if not rows:
-        return ()
+        return LaunchedLogprobs(lambda: np.empty((0, 3)), 0, (), ())
     vocabulary, names = pieces[0].shape[1], [tuple(each) for each in listed] or [()] * rows
-    for token in (*tokens, *(token for each in names for token in each)):
+    known = () if isinstance(tokens, Tensor) else tokens
+    for token in (*known, *(token for each in names for token in each)):
         if not 0 <= token < vocabulary:
             raise ValueError(f"token {token} is outside the vocabulary of {vocabulary}")
     kept = [0 if each else max(0, min(count, vocabulary)) for count, each in zip(counts, names, strict=True)]
@@ -53,11 +86,7 @@ def token_logprobs(
         last = first + len(chunk)
         parts.append(_numbers(chunk, tokens[first:last], most, named[first:last]))
         first = last
-    numbers: list[list[float]] = torch.cat(parts).tolist()  # the only wait for the device
-    return tuple(
-        _reported(token, row, most, each, count)
-        for token, row, each, count in zip(tokens, numbers, names, kept, strict=True)
-    )
+    return LaunchedLogprobs(copies.add(torch.cat(parts)), most, names, kept)
 
 
 def _chunks(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -84,14 +113,15 @@ def _logprob(logit: float, normalizer: float) -> float:
     return min(found, 0.0) if found > LEAST_LOGPROB else LEAST_LOGPROB
 
 
-def _numbers(logits: Tensor, tokens: Sequence[int], count: int, listed: Tensor) -> Tensor:
+def _numbers(logits: Tensor, tokens: Sequence[int] | Tensor, count: int, listed: Tensor) -> Tensor:
     """Numbers of rows of logits [n, vocab], as float64 [n, 3 + 2 · count + m], which is exact for any token.
 
     In this order: the rank of each row's token; the log of the row's sum; the token's logit; the `count` most probable
     tokens; their logits; the logits of the `listed` tokens, int64 [n, m].
     """
     if logits.is_cuda:
-        return numbers_together(logits, tensor_on(logits.device, tokens, torch.int64), count, listed)
+        chosen = tokens if isinstance(tokens, Tensor) else tensor_on(logits.device, tokens, torch.int64)
+        return numbers_together(logits, chosen.clamp(min=0), count, listed)
     rows = zip(logits, tokens, listed, strict=True)
     return torch.stack([_row_numbers(row, token, count, names) for row, token, names in rows])
 
@@ -114,12 +144,17 @@ def numbers_together(logits: Tensor, tokens: Tensor, count: int, listed: Tensor)
     own = clean.gather(1, tokens[:, None])
     columns = torch.arange(clean.shape[1], device=clean.device)
     is_ahead = (clean > own) | ((clean == own) & (columns < tokens[:, None]))
-    # `topk` may return equal numbers in any order, so it is given keys, no two of which are equal.
-    bits = (clean.float() + 0.0).view(torch.int32)  # there is one zero
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the numbers
-    top = ((order.long() << 32) - columns).topk(count, dim=1).indices
+    top = keys_in_order(clean.float()).topk(count, dim=1).indices
     parts = (1 + is_ahead.sum(1, keepdim=True)).double(), _log_sums(clean)[:, None], own, top.double()
     return torch.cat((*parts, clean.gather(1, top), clean.gather(1, listed)), dim=1)
+
+
+def keys_in_order(numbers: Tensor) -> Tensor:
+    """Different integers in the order of float32 numbers [n, size] of a row, of equal ones in that of columns from last
+    to first: int64 [n, size]. `topk` may return equal numbers in any order."""
+    bits = (numbers + 0.0).view(torch.int32)  # there is one zero
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (order.long() << 32) - torch.arange(numbers.shape[1], device=numbers.device)
 
 
 def _clean(logits: Tensor) -> Tensor:

@@ -1,14 +1,26 @@
-"""Distributions of rejection sampling: the draft's, and what rejections leave of the target's; and draws from them."""
+"""Distributions of rejection sampling: the draft's, and what rejections leave of the target's; and draws from them.
+
+A rule looks up the target's probabilities of drafted tokens at all nodes that it may come to, walks the trees on the
+host, and then draws the last tokens of all trees together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import TokenTree
+from workers.sampling.acceptance import Accepted, DecidedTree
+from workers.transfer import HostCopies, row_indices, tensor_on, to_host_together
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
+"""Probabilities processed at a time. The limit bounds copies in float64, and on a CPU keeps them in cache."""
 
 
 def draft_probabilities(
@@ -31,27 +43,154 @@ def draft_probabilities(
     return {token: probability / total for token, probability in kept.items()} if total > 0.0 else {}
 
 
-def residual(target: Tensor, draft: Mapping[int, float]) -> Tensor:
-    """max(p − q, 0) for the target's probabilities [vocab], float64, and the draft's; not normalised.
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A distribution over the vocabulary, not normalised: what drafts and rejections leave of the target's."""
 
-    Tokens of the draft that the target does not have are left out: the target's probability of them is 0.
+    row: int
+    """The row of log-probabilities that it is made of."""
+    named: Mapping[int, float] = field(default_factory=dict)
+    """Weights of some tokens."""
+    others: float = 0.0
+    """The sum of the weights of all other tokens."""
+    scale: float = 1.0
+    """The weight of each other token, divided by the target's probability of it."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all weights."""
+        return self.others + sum(self.named.values())
+
+    def times(self, factor: float) -> Weights:
+        """All weights, multiplied by a factor."""
+        named = {token: weight * factor for token, weight in self.named.items()}
+        return Weights(self.row, named, self.others * factor, self.scale * factor)
+
+    def without(self, draft: Mapping[int, float]) -> Weights:
+        """max(p − q, 0) for these weights p and a draft's probabilities q.
+
+        Tokens of the draft that are not named are left out: the target does not have them.
+        """
+        named = {token: max(0.0, weight - draft.get(token, 0.0)) for token, weight in self.named.items()}
+        return Weights(self.row, named, self.others, self.scale)
+
+
+Walk = Callable[[DecidedTree, Callable[[int], Weights]], tuple[list[int], Weights, float]]
+"""Walks a tree, given a function from a node to the target's distribution after it, in which the tokens of the drafts
+after the node are named. Returns the accepted nodes, what the last token is drawn from, and the uniform number that it
+is drawn with."""
+
+
+def launch_draws(
+    steps: Sequence[DecidedTree], log_probabilities: Tensor | None, copies: HostCopies, walk: Walk
+) -> Callable[[Sequence[DecidedTree]], list[Accepted]]:
+    """`AcceptsTogether.launch` of a rule that accepts what `walk` says, and at temperature 0 what is decided."""
+    firsts = [0, *accumulate(len(step.decisions) for step in steps)]
+    drafted: dict[int, dict[int, None]] = {}
+    for step, first in zip(steps, firsts, strict=False):
+        if step.root.is_greedy:
+            continue
+        step.check_log_probabilities()
+        for node, (token, parent) in enumerate(zip(step.tree.tokens, step.tree.parents, strict=True)):
+            stated = step.distributions[node].tokens if step.distributions else ()
+            drafted.setdefault(first + parent + 1, {}).update(dict.fromkeys((token, *stated)))
+    target = Weights if log_probabilities is None else look_up(log_probabilities, drafted, copies)
+
+    def after(first: int, node: int) -> Weights:
+        return target(first + node + 1)
+
+    def accepted(decided: Sequence[DecidedTree]) -> list[Accepted]:
+        walked = [
+            None if step.root.is_greedy else walk(step, partial(after, first))
+            for step, first in zip(decided, firsts, strict=False)
+        ]
+        drawing = [one for one in walked if one is not None]
+        drawn: list[int] = []
+        if log_probabilities is not None:
+            drawn = draw(log_probabilities, [left for _, left, _ in drawing], [number for *_, number in drawing])
+        last = iter(drawn)
+        return [
+            step.walk() if one is None else step.accepted(one[0], next(last))
+            for step, one in zip(decided, walked, strict=True)
+        ]
+
+    return accepted
+
+
+def look_up(
+    log_probabilities: Tensor, tokens: Mapping[int, Collection[int]], copies: HostCopies
+) -> Callable[[int], Weights]:
+    """Look up the target's probabilities of some `tokens` of rows of log-probabilities [n, vocab].
+
+    Returns a function from a row to the target's distribution, in which these tokens are named; rows that were not
+    looked up name none. Tokens beyond the vocabulary are left out. The numbers are copied to the host with all other
+    `copies`.
     """
-    shared = [(token, probability) for token, probability in draft.items() if token < len(target)]
-    tokens = torch.tensor([token for token, _ in shared], dtype=torch.int64, device=target.device)
-    amounts = torch.tensor([-probability for _, probability in shared], dtype=target.dtype, device=target.device)
-    return target.index_add(0, tokens, amounts).clamp_(min=0.0)
+    size = log_probabilities.shape[1]
+    named = {row: [token for token in wanted if token < size] for row, wanted in tokens.items()}
+    rows = [row for row, wanted in named.items() if wanted]
+    if not rows:
+        return Weights
+    owners, columns = _entries(log_probabilities, [(row, token) for row in rows for token in named[row]])
+    found, ends = [log_probabilities[owners, columns].double().exp()], 0
+    for part in _chunks(rows, size, log_probabilities):
+        entries = [(place, token) for place, row in enumerate(part) for token in named[row]]
+        left = log_probabilities[row_indices(part, log_probabilities)].double().exp_()
+        left[_entries(left, entries)] = 0.0
+        found.append(left.sum(dim=1))
+    copied = copies.add(torch.cat(found))
+    firsts: dict[int, int] = {}
+    for row in rows:
+        firsts[row], ends = ends, ends + len(named[row])
+
+    def of(row: int) -> Weights:
+        if row not in firsts:
+            return Weights(row)
+        numbers, first = copied(), firsts[row]
+        own = numbers[first : first + len(named[row])].tolist()
+        return Weights(row, dict(zip(named[row], own, strict=True)), float(numbers[ends + rows.index(row)]))
+
+    return of
 
 
-def draw(weights: Tensor, number: float) -> int:
-    """The index at which the cumulated `weights` [size], float64 and not negative, exceed `number` times their sum.
+def draw(log_probabilities: Tensor, weights: Sequence[Weights], numbers: Sequence[float]) -> list[int]:
+    """For each distribution, the token at which the cumulated weights exceed the uniform number times their sum.
 
-    With a uniform `number`, each index is drawn with a probability in proportion to its weight. Returns -1 if all
-    weights are 0.
+    Each token is drawn with a probability in proportion to its weight. It is -1 if all weights are 0. The host waits
+    for the device of the log-probabilities [n, vocab] once.
     """
-    cumulated = weights.cumsum(0)
-    total = float(cumulated[-1])
-    if not total > 0.0:
-        return -1
-    # Rounding may make the product equal to the sum; the last index with a weight is then drawn.
-    found = int(torch.searchsorted(cumulated, number * total, right=True))
-    return found if found < len(weights) else int(weights.nonzero()[-1])
+    found: list[Tensor] = []
+    size = log_probabilities.shape[1]
+    for part in _chunks(range(len(weights)), size, log_probabilities):
+        own = [weights[index] for index in part]
+        scales = tensor_on(log_probabilities.device, [[one.scale] for one in own], torch.float64)
+        left = log_probabilities[row_indices([one.row for one in own], log_probabilities)].double().exp_().mul_(scales)
+        entries = [(place, token, weight) for place, one in enumerate(own) for token, weight in one.named.items()]
+        if entries:
+            values = tensor_on(left.device, [weight for *_, weight in entries], torch.float64)
+            left[_entries(left, [(place, token) for place, token, _ in entries])] = values
+        found.append(_drawn(left, tensor_on(left.device, [[numbers[index]] for index in part], torch.float64)))
+    drawn: list[int] = to_host_together([torch.cat(found)])[0].tolist() if found else []
+    return drawn
+
+
+def _drawn(weights: Tensor, numbers: Tensor) -> Tensor:
+    """What `draw` returns for weights [n, vocab] and numbers [n, 1]: int64 [n]."""
+    cumulated = weights.cumsum(dim=1)
+    total = cumulated[:, -1:]
+    found = torch.searchsorted(cumulated, numbers * total, right=True)
+    # Rounding may make the product equal to the sum; the last token with a weight is then drawn.
+    last = (weights > 0.0).to(torch.uint8).flip(1).argmax(dim=1, keepdim=True)
+    found = torch.where(found < weights.shape[1], found, weights.shape[1] - 1 - last)
+    return found.masked_fill(~(total > 0.0), -1).squeeze(1)
+
+
+def _chunks(rows: Sequence[int], size: int, like: Tensor) -> Iterator[Sequence[int]]:
+    count = max(1, _CHUNK_ELEMENTS.get(like.device.type, 1 << 25) // max(1, size))
+    return (rows[first : first + count] for first in range(0, len(rows), count))
+
+
+def _entries(like: Tensor, places: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Rows and columns as indices on the device of `like`: int64 [n] each."""
+    rows, columns = tensor_on(like.device, places, torch.int64).unbind(dim=1)
+    return rows, columns

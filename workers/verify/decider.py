@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -13,10 +13,10 @@ from cluster.core.tree import TokenTree
 from workers.forward.loaded_model import LoadedModel
 from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext, StepContexts, rows_of_contexts
-from workers.sampling.decide import Undecidable, decide, largest
+from workers.sampling.decide import largest, launch
 from workers.sampling.warp import log_distribution
 from workers.sampling.winners import DecisionKernels
-from workers.transfer import row_indices, rows_of
+from workers.transfer import HostCopies, row_indices
 from workers.verify.sequence_state import ReadyRow
 
 
@@ -33,16 +33,36 @@ class Decisions:
     but the first."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedDecisions:
+    """Decisions that a device may still compute. All but the tokens is what `Decisions` says."""
+
+    tokens: Callable[[], list[int]]
+    """Returns the tokens. The host may wait for the device. All ranks call this at the same place."""
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    log_probabilities: torch.Tensor | None = None
+    on_device: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """The tokens of the decisions in `logits`, int64 `[]` each; empty unless they are on a GPU."""
+
+    def read(self) -> Decisions:
+        """The decisions, once the device has computed them."""
+        return Decisions(self.tokens(), self.logits, self.log_probabilities)
+
+
 class Decider(Protocol):
     """Turns logits into tokens, on this rank alone or together with the other ranks."""
 
-    def decide(
-        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
-    ) -> Decisions:
+    def launch(
+        self,
+        logits: torch.Tensor,
+        contexts: Sequence[DecisionContext],
+        copies: HostCopies,
+        with_distribution: bool = False,
+    ) -> LaunchedDecisions:
         """Decide one token per row of `logits` `[decisions, vocabulary (this rank's part)]`.
 
-        Every rank returns the same tokens. With `with_distribution`, the decisions of the first rank have
-        `log_probabilities`.
+        Every rank reads the same tokens, which are copied to the host with all other `copies`. With
+        `with_distribution`, the decisions of the first rank have `log_probabilities`.
         """
 
     def accept(self, walk: Callable[[], list[Accepted]], trees: Sequence[TokenTree]) -> list[Accepted]:
@@ -87,15 +107,21 @@ class LocalDecider:
     def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
         return most_probable(logits, min(count, logits.shape[1]))
 
-    def decide(
-        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
-    ) -> Decisions:
-        def choose(rows: list[int]) -> list[int]:
-            return decide(rows_of(logits, rows), chosen_contexts(contexts, rows), self._kernels)
-
-        tokens = decide_where_possible(len(contexts), choose)
-        requested = {index: logits[index] for index in _with_logprobs(contexts)}
-        return Decisions(tokens, requested, log_distribution(logits, list(contexts)) if with_distribution else None)
+    def launch(
+        self,
+        logits: torch.Tensor,
+        contexts: Sequence[DecisionContext],
+        copies: HostCopies,
+        with_distribution: bool = False,
+    ) -> LaunchedDecisions:
+        chosen = launch(logits, contexts, copies, self._kernels)
+        requested = list(_with_logprobs(contexts))
+        return LaunchedDecisions(
+            chosen.read,
+            {index: logits[index] for index in requested},
+            log_distribution(logits, list(contexts)) if with_distribution else None,
+            {} if chosen.on_device is None else {index: chosen.on_device[index] for index in requested},
+        )
 
 
 class RenormalizingDecider:
@@ -120,10 +146,14 @@ class RenormalizingDecider:
     def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
         return self._decider.most_probable(logits, count)
 
-    def decide(
-        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
-    ) -> Decisions:
-        found = self._decider.decide(logits, contexts, with_distribution)
+    def launch(
+        self,
+        logits: torch.Tensor,
+        contexts: Sequence[DecisionContext],
+        copies: HostCopies,
+        with_distribution: bool = False,
+    ) -> LaunchedDecisions:
+        found = self._decider.launch(logits, contexts, copies, with_distribution)
         masked = {index: _without(row, contexts[index].excluded_tokens) for index, row in found.logits.items()}
         return replace(found, logits=masked)
 
@@ -143,17 +173,23 @@ def _without(logits: torch.Tensor, excluded: Sequence[int]) -> torch.Tensor:
     return masked
 
 
-def decide_rows(
-    decider: Decider, ready: Sequence[ReadyRow], logits: torch.Tensor, leaders: int, with_distribution: bool
-) -> Decisions:
+def launch_rows(
+    decider: Decider,
+    ready: Sequence[ReadyRow],
+    logits: torch.Tensor,
+    leaders: int,
+    copies: HostCopies,
+    with_distribution: bool,
+) -> LaunchedDecisions:
     """Decide at the root and at every node of each row, from logits `[decisions, vocabulary (this rank's part)]`.
 
     `leaders` is what `common_leaders` returned for the rows. Where it is 1, the largest logit decides, and nothing else
     is looked at.
     """
     if leaders == 1 and (tokens := decider.largest(logits)) is not None:
-        return Decisions(tokens, {})
-    return decider.decide(logits, StepContexts([row.decisions() for row in ready if row.row.decide]), with_distribution)
+        return LaunchedDecisions(lambda: tokens)
+    contexts = StepContexts([row.decisions() for row in ready if row.row.decide])
+    return decider.launch(logits, contexts, copies, with_distribution)
 
 
 def chosen_contexts(contexts: Sequence[DecisionContext], rows: Sequence[int]) -> Sequence[DecisionContext]:
@@ -168,22 +204,6 @@ def _with_logprobs(contexts: Sequence[DecisionContext]) -> Iterator[int]:
         first, end = end, end + len(row)
         if row.sampling.logprobs is not None:
             yield from range(first, end)
-
-
-def decide_where_possible(count: int, choose: Callable[[list[int]], list[int]]) -> list[int]:
-    """Call `choose` for rows `0 … count - 1` and return their tokens, with -1 for rows that are undecidable.
-
-    When `choose` raises `Undecidable`, it is called once more without the rows that the error names.
-    """
-    rows = list(range(count))
-    try:
-        return choose(rows)
-    except Undecidable as error:
-        tokens = [-1] * count
-        decidable = [row for row in rows if row not in error.rows]
-        for row, token in zip(decidable, choose(decidable), strict=True):
-            tokens[row] = token
-        return tokens
 
 
 _BLOCK = 64

@@ -24,6 +24,7 @@ from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.sampling.candidates import candidates
 from workers.sampling.context import Branch, DecisionContext
+from workers.transfer import HostCopies
 from workers.verify.decider import Decider
 from workers.verify.sequence_state import SequenceState
 
@@ -140,5 +141,5 @@ class EngineDraftPasses:
         if self.has_probabilities:
             found = candidates(logits, contexts, count)
             return [tuple((one.token, one.probability) for one in best) for best in found]
-        decided = engine.decider.decide(logits, contexts).tokens
+        decided = engine.decider.launch(logits, contexts, HostCopies()).tokens()
         return [((token, 1.0),) if token >= 0 else () for token in decided]

@@ -20,7 +20,7 @@ from cluster.core.errors import KvPoolExhausted
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.ports import DraftMethod
-from cluster.core.request import SequenceStart, TokenLogprobs
+from cluster.core.request import SequenceStart
 from cluster.core.verification import (
     OpenResult,
     OpenRow,
@@ -37,11 +37,12 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
 from workers.model.dequantized import dequantized_from
-from workers.sampling.acceptance import AcceptanceRule, Accepted, DecidedTree, RootPosition, create_rule
-from workers.sampling.context import GREEDY_BELOW, DecisionContext, common_leaders
+from workers.sampling.acceptance import AcceptanceRule, create_rule
+from workers.sampling.context import DecisionContext, common_leaders
+from workers.transfer import HostCopies
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.constraints import Constraints
-from workers.verify.decider import Decider, Decisions, decide_rows
+from workers.verify.decider import Decider, Decisions, launch_rows
 from workers.verify.draft_passes import PartialEngine, connect
 from workers.verify.evidence import EvidenceCollector, Fuse, resolve_taps, within_bytes
 from workers.verify.forbidden import ForbiddenTexts
@@ -49,7 +50,8 @@ from workers.verify.grammars import Grammars
 from workers.verify.prompt_logprobs import scored_count, without_prompts
 from workers.verify.sequence_state import ReadyRow, SequenceState, sequence_salt
 from workers.verify.step_profile import compile_decisions, profile_steps
-from workers.verify.verdicts import UNDECIDABLE, fault_verdict, path_logprobs, row_problems, source_problem
+from workers.verify.verdicts import UNDECIDABLE, fault_verdict, row_problems, source_problem
+from workers.verify.walk import TreeWalk, Walked, own_decisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +74,6 @@ class EngineOptions:
     """The directory with the tokenizer, which grammars need."""
     is_tried: bool = True
     """Whether the model is known to compute in steps what it computes in one dense pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Walked:
-    """A row of a step, after the acceptance rule has walked its tree."""
-
-    own: range
-    """Indices of the row's decisions."""
-    accepted: Accepted
-    """Up to the first token that ends the answer; without tokens if nothing is or can be decided."""
-    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class TargetEngine:
@@ -138,7 +129,7 @@ class TargetEngine:
 
         def decide(rows: Sequence[ForwardRow], contexts: Sequence[DecisionContext]) -> Decisions:
             logits = self._runner.forward(rows, PassOptions(leaders=common_leaders(one.sampling for one in contexts)))
-            return self._decider.decide(logits, contexts, self._rule.needs_distribution)
+            return self._decider.launch(logits, contexts, HostCopies(), self._rule.needs_distribution).read()
 
         self._runner.warm_up()
         if self._model.device.type == "cuda":
@@ -321,50 +312,27 @@ class TargetEngine:
 
     def _decide(self, ready: Sequence[ReadyRow], logits: torch.Tensor, leaders: int) -> list[Verdict]:
         """Decide at every node of the rows, from the logits of their pass, and accept one path of each tree."""
-        logits, prompts = without_prompts(ready, logits, self._decider)
-        decisions = decide_rows(self._decider, ready, logits, leaders, self._rule.needs_distribution)
+        copies = HostCopies()  # everything below arrives with the decisions, by one wait for a GPU
+        logits, prompts = without_prompts(ready, logits, self._decider, copies)
+        launched = launch_rows(self._decider, ready, logits, leaders, copies, self._rule.needs_distribution)
+        self._collector.launch([entry.row for entry in ready], own_decisions(ready), logits, copies)
+        walk = TreeWalk(self._rule, ready, launched, self._model.vocabulary_size, copies)
         verdicts: list[Verdict] = []
-        walks = self._walk(ready, decisions)
+        decisions, walks = walk.walk(self._decider)
         with self._pool.moving_together():  # a GPU takes as long to move one row's tokens as those of all
             for index, (entry, walked) in enumerate(zip(ready, walks, strict=True)):
                 verdict = self._accept(index, entry, walked, decisions, logits)
                 if verdict.fault is None:
-                    if prompts[index].logprobs:
-                        verdict = replace(verdict, prompt_logprobs=prompts[index].logprobs)
+                    if logprobs := prompts[index].read():
+                        verdict = replace(verdict, prompt_logprobs=logprobs)
                     entry.sequence.prompt_end = prompts[index].end
                     entry.sequence.last_row = entry.sent or entry.row
                     entry.sequence.last_verdict = verdict
                 verdicts.append(verdict)
         return verdicts
 
-    def _walk(self, ready: Sequence[ReadyRow], decisions: Decisions) -> list[_Walked]:
-        """Let the acceptance rule walk the tree of each row, from the root along the path that it accepts.
-
-        The log-probabilities of all rows are computed together.
-        """
-        owns: list[range] = []
-        end = 0
-        for entry in ready:
-            first, end = end, end + len(entry.forward.select) - entry.scored
-            owns.append(range(first, min(end, first + 1 + len(entry.row.tree.tokens))))
-        deciding = [(entry, own) for entry, own in zip(ready, owns, strict=True) if entry.row.decide]
-
-        def walk() -> list[Accepted]:
-            return [self._rule_accepts(entry, decisions, own) for entry, own in deciding]
-
-        trees = [entry.row.tree for entry, _ in deciding]
-        paths = iter(self._decider.accept(walk, trees) if self._rule.needs_distribution else walk())
-        nothing = Accepted(nodes=(), tokens=())
-        samplings = [entry.sequence.start.sampling for entry in ready]
-        accepted = [
-            next(paths).until(sampling.end_token_ids).decided() if entry.row.decide else nothing
-            for entry, sampling in zip(ready, samplings, strict=True)
-        ]
-        logprobs = path_logprobs(decisions, list(zip(owns, accepted, samplings, strict=True)))
-        return [_Walked(*walked) for walked in zip(owns, accepted, logprobs, strict=True)]
-
     def _accept(
-        self, index: int, entry: ReadyRow, walked: _Walked, decisions: Decisions, logits: torch.Tensor
+        self, index: int, entry: ReadyRow, walked: Walked, decisions: Decisions, logits: torch.Tensor
     ) -> Verdict:
         """Commit the path of the row's tree that is accepted. `logits` are `[decisions, vocabulary]` of all rows."""
         row, sequence, own, accepted = entry.row, entry.sequence, walked.own, walked.accepted
@@ -390,19 +358,6 @@ class TargetEngine:
             forced=forced,
             following=self._grammars.following(sequence, forced) if is_asked else None,
         )
-
-    def _rule_accepts(self, entry: ReadyRow, decisions: Decisions, own: range) -> Accepted:
-        """The path of the row's tree that the acceptance rule accepts."""
-        row, sampling = entry.row, entry.sequence.start.sampling
-        is_greedy = sampling.temperature < GREEDY_BELOW
-        root = RootPosition(sampling.seed, row.base_len, self._model.vocabulary_size, is_greedy)
-        known = decisions.log_probabilities
-        distribution = None if known is None else known[own.start : own.stop]
-        tokens = decisions.tokens[own.start : own.stop]
-        step = DecidedTree(row.tree, tokens, root, distribution, row.distributions)
-        accepted = self._rule.accept(step)
-        # A lossless rule accepts nothing that the target could not decide.
-        return accepted if self._rule.is_lossless else step.without_excluded(accepted, entry.contexts())
 
     def _draft(self, ready: Sequence[ReadyRow], verdicts: dict[SequenceId, Verdict]) -> None:
         """Let the drafter on this rank propose the next trees, and put them into the verdicts.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from cluster.core.bounds import MAX_MESSAGE_BYTES
@@ -18,7 +18,7 @@ from cluster.core.ports import ReadsHiddenStates
 from cluster.core.verification import Verdict, VerifyRow
 from workers.forward.runner import ModelRunner
 from workers.sampling.acceptance import Accepted
-from workers.transfer import rows_of
+from workers.transfer import HostArray, HostCopies, is_on_device, rows_of
 from workers.verify.decider import Decider
 
 Fuse = Callable[[torch.Tensor], torch.Tensor]
@@ -28,6 +28,11 @@ MAX_SENT_BYTES = MAX_MESSAGE_BYTES // 2
 their first positions, and drafters go without those."""
 _MOST_FUSED = 1024
 """Most tokens whose hidden states are fused at once, in float32, which takes twice the memory of those recorded."""
+_MOST_RANKED = 512
+"""Most decisions of a step at all of which a GPU ranks the tokens, before it is known which of them are accepted."""
+_MOST_SHOWN_BYTES = 32 << 20
+"""Most bytes of hidden states of a step that are copied from a GPU with the decisions, those of rejected nodes too. A
+copy is in pinned memory first, and such memory is not given back."""
 
 
 def resolve_taps(taps: Sequence[Tap], layers: int) -> tuple[int, ...]:
@@ -82,6 +87,11 @@ class EvidenceCollector:
         """This rank's logits `[tokens, vocabulary]` along the accepted paths of the last pass, until `complete`."""
         self._states: dict[SequenceId, tuple[int, torch.Tensor]] = {}
         """First position, and hidden states or what `fuse` returned, bfloat16 `[tokens, width]`, until `complete`."""
+        self._ranked: Callable[[int], HostArray] | None = None
+        """Returns the most probable tokens at the decisions from those of a row on, if they arrive with the decisions.
+        On all ranks but the first there are none."""
+        self._shown: Callable[[], HostArray] | None = None
+        """Returns the hidden states of all tokens of the pass, as int16, if they arrive with the decisions."""
         # Several ranks record hidden states together, and only the batch is the same on all of them.
         self._reader = method if is_alone and isinstance(method, ReadsHiddenStates) else None
 
@@ -99,6 +109,25 @@ class EvidenceCollector:
         """How many of the most probable tokens the evidence of these rows shows: that many logits must be computed."""
         return self._section.top if any(map(self._is_drafted, rows)) else 0
 
+    def launch(
+        self, rows: Sequence[VerifyRow], owns: Sequence[range], logits: torch.Tensor, copies: HostCopies
+    ) -> None:
+        """Let a GPU look up the evidence at all nodes of the last pass of `rows`: it arrives with the decisions.
+
+        `logits` are `[decisions, vocabulary (this rank's part)]`, and `owns` the indices of each row's decisions.
+        Nothing is done on a CPU; what is much follows in `complete`, for accepted nodes alone. Of several ranks, all
+        must call this.
+        """
+        if not logits.is_cuda:
+            return
+        if self.ranked(rows) and 0 < len(logits) <= _MOST_RANKED:
+            found = self._decider.most_probable(logits, self._section.top)
+            ranked = copies.add(logits[:0] if found is None else found)
+            self._ranked = lambda row: ranked()[owns[row].start :]
+        hidden = self._all_recorded()
+        if hidden is not None and hidden.numel() * hidden.element_size() <= _MOST_SHOWN_BYTES:
+            self._shown = copies.add(hidden.view(torch.int16))
+
     def collect(
         self, index: int, row: VerifyRow, accepted: Accepted, decisions: Sequence[int], logits: torch.Tensor
     ) -> Evidence | None:
@@ -111,40 +140,50 @@ class EvidenceCollector:
         if not self._section.any or not self._needs(row):
             return None
         is_drafted = self._is_drafted(row)
-        if self._section.top and row.decide and is_drafted:
-            self._paths[row.sequence_id] = rows_of(logits, [0, *(node + 1 for node in accepted.nodes)])
-        if self._runner.hidden is not None:
-            self._states[row.sequence_id] = row.start_len, self._recorded(index, accepted)
-        return Evidence(
+        found = Evidence(
             base_len=row.base_len,
             tree=row.tree,
             decisions=tuple(decisions) if self._section.decisions and is_drafted else (),
         )
+        if self._section.top and row.decide and is_drafted:
+            path = [0, *(node + 1 for node in accepted.nodes)]
+            if self._ranked is None:
+                self._paths[row.sequence_id] = rows_of(logits, path)
+            elif len(ranked := self._ranked(index)):
+                found = replace(found, top=_top(ranked[path]))
+        if self._shown is not None:
+            kept = np.array(self._shown()[self._runner.tokens_of(index, accepted.nodes)])
+            found = replace(found, hidden=_hidden(row.start_len, kept))
+        elif self._runner.hidden is not None:
+            states = self._runner.hidden_of(index, accepted.nodes, self._all_recorded())
+            self._states[row.sequence_id] = row.start_len, states
+        return found
 
     def complete(self, verdicts: dict[SequenceId, Verdict]) -> None:
         """Add hidden states and the most probable tokens to the evidence in the verdicts of the last pass.
 
-        Both are copied from a GPU for all rows at once. Of several ranks, all must call this; only the first one adds
-        the tokens.
+        What did not arrive with the decisions is copied from a GPU for all rows together, with one wait. Of several
+        ranks, all must call this; only the first one adds the tokens.
         """
-        states, paths = self._states, self._paths
+        states, paths, copies = self._states, self._paths, HostCopies()
         self.discard()
-        copied = on_host([values for _, values in states.values()])
-        for (sequence_id, (first, _)), values in zip(states.items(), copied, strict=True):
-            data = values.contiguous().view(torch.uint8).numpy().data.cast("B")
-            _add(verdicts, sequence_id, hidden=HiddenStates(first, values.shape[1], data))
-        if not paths:
+        shown = launched_states([values for _, values in states.values()], copies)
+        found = None
+        if paths:
+            found = self._decider.most_probable(torch.cat(list(paths.values())), self._section.top)
+        ranked = None if found is None else copies.add(found)
+        for (sequence_id, (first, _)), values in zip(states.items(), shown(), strict=True):
+            _add(verdicts, sequence_id, hidden=_hidden(first, values))
+        if ranked is None:
             return
-        found = self._decider.most_probable(torch.cat(list(paths.values())), self._section.top)
-        if found is None:
-            return
-        best = iter(found.tolist())
+        first = 0
         for sequence_id, path in paths.items():
-            _add(verdicts, sequence_id, top=tuple(tuple(tokens) for tokens in islice(best, len(path))))
+            _add(verdicts, sequence_id, top=_top(ranked()[first : first + len(path)]))
+            first += len(path)
 
     def discard(self) -> None:
         """Drop the data of a pass that failed."""
-        self._paths, self._states, self._fused = {}, {}, None
+        self._paths, self._states, self._fused, self._ranked, self._shown = {}, {}, None, None, None
 
     def _needs(self, row: VerifyRow) -> bool:
         """Whether the row needs evidence; before its first draft, only hidden states, which are a drafter's context."""
@@ -154,12 +193,16 @@ class EvidenceCollector:
         """Whether all evidence of the row is used: it is drafted for, perhaps by a drafter in another process."""
         return self._section.is_sent or row.next_budget.max_nodes > 0
 
-    def _recorded(self, index: int, accepted: Accepted) -> torch.Tensor:  # [pending + accepted, width] bfloat16
-        if self._fuse is not None and self._fused is None and (hidden := self._runner.hidden) is not None:
+    def _all_recorded(self) -> torch.Tensor | None:
+        """Hidden states of all tokens of the last pass, or what `fuse` makes of them: bfloat16 `[tokens, width]`."""
+        hidden = self._runner.hidden
+        if self._fuse is None or hidden is None:
+            return hidden
+        if self._fused is None:
             taps = hidden.view(len(hidden), len(self._section.taps), -1)
             parts = (taps[first : first + _MOST_FUSED] for first in range(0, len(taps), _MOST_FUSED))
             self._fused = torch.cat([self._fuse(part).bfloat16() for part in parts])
-        return self._runner.hidden_of(index, accepted.nodes, self._fused)
+        return self._fused
 
 
 def _add(verdicts: dict[SequenceId, Verdict], sequence_id: SequenceId, **found: Any) -> None:
@@ -169,8 +212,19 @@ def _add(verdicts: dict[SequenceId, Verdict], sequence_id: SequenceId, **found: 
         verdicts[sequence_id] = replace(verdict, evidence=replace(verdict.evidence, **found))
 
 
-def on_host(states: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Copies `[tokens, width]` on the host; from a GPU all in one piece. On a CPU they are the tensors themselves."""
-    if all(one.device.type == "cpu" and not one.is_cuda for one in states):
-        return states
-    return torch.split(torch.cat(list(states)).cpu(), [len(one) for one in states])
+def launched_states(states: Sequence[torch.Tensor], copies: HostCopies) -> Callable[[], list[HostArray]]:
+    """Return a function that returns these bfloat16 `[tokens, width]` on the host, as int16. Those of a GPU are copied
+    in one piece, those of the CPU not at all."""
+    numbers = [one.view(torch.int16) for one in states]
+    if not any(is_on_device(one) for one in numbers):
+        return lambda: [one.detach().numpy() for one in numbers]
+    whole, ends = copies.add(torch.cat(numbers)), np.cumsum([len(one) for one in numbers])
+    return lambda: [np.array(part) for part in np.split(whole(), ends[:-1])]
+
+
+def _hidden(first: int, values: HostArray) -> HiddenStates:
+    return HiddenStates(first, values.shape[1], np.ascontiguousarray(values).data.cast("B"))
+
+
+def _top(ranked: HostArray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tokens) for tokens in ranked.tolist())

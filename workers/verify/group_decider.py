@@ -8,6 +8,7 @@ distribution, rank 0 gathers the logits of the rows, decides and broadcasts the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -19,8 +20,8 @@ from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext, rows_of_contexts
 from workers.sampling.decide import is_shardable, merge_winners, shard_winners
 from workers.sampling.winners import DecisionKernels
-from workers.transfer import rows_of
-from workers.verify.decider import Decisions, LocalDecider, chosen_contexts, decide_where_possible, most_probable
+from workers.transfer import HostCopies, rows_of
+from workers.verify.decider import LaunchedDecisions, LocalDecider, chosen_contexts, most_probable
 
 
 class Exchange(Protocol):
@@ -74,30 +75,36 @@ class GroupDecider:
         self._kernels = kernels
         self._local = LocalDecider(kernels)
 
-    def decide(
-        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], with_distribution: bool = False
-    ) -> Decisions:
+    def launch(
+        self,
+        logits: torch.Tensor,
+        contexts: Sequence[DecisionContext],
+        copies: HostCopies,
+        with_distribution: bool = False,
+    ) -> LaunchedDecisions:
         """Decide with all ranks. `logits` `[decisions, this rank's part of the vocabulary]`."""
         if not contexts:
-            return Decisions([], {})
+            return LaunchedDecisions(list)
         if with_distribution:
-            return self._on_first_rank(logits, contexts, with_distribution=True)
+            return self._on_first_rank(logits, contexts, copies, with_distribution=True)
         rows = rows_of_contexts(contexts)
         shardable = [is_shardable(row.sampling) for row in rows for _ in range(len(row))]
         whole, part = ([index for index, found in enumerate(shardable) if found is kind] for kind in (False, True))
-        tokens = [-1] * len(contexts)
-        requested: dict[int, torch.Tensor] = {}
+        by_part, on_first = (LaunchedDecisions(list) for _ in range(2))
         if part:
-            chosen = self._by_winners(rows_of(logits, part), chosen_contexts(contexts, part))
-            for index, token in zip(part, chosen, strict=True):
-                tokens[index] = token
+            by_part = self._by_winners(rows_of(logits, part), chosen_contexts(contexts, part), copies)
         if whole:
-            decided = self._on_first_rank(rows_of(logits, whole), chosen_contexts(contexts, whole))
-            for position, index in enumerate(whole):
-                tokens[index] = decided.tokens[position]
-                if position in decided.logits:
-                    requested[index] = decided.logits[position]
-        return Decisions(tokens, requested)
+            on_first = self._on_first_rank(rows_of(logits, whole), chosen_contexts(contexts, whole), copies)
+
+        def tokens() -> list[int]:
+            found = dict(zip([*part, *whole], [*by_part.tokens(), *on_first.tokens()], strict=True))
+            return [found[index] for index in range(len(contexts))]
+
+        requested, on_device = (
+            {index: of[position] for position, index in enumerate(whole) if position in of}
+            for of in (on_first.logits, on_first.on_device)
+        )
+        return LaunchedDecisions(tokens, requested, on_device=on_device)
 
     def largest(self, logits: torch.Tensor) -> list[int] | None:  # noqa: ARG002 - part of the interface
         """No answer: the ranks compare their largest logits in `decide`."""
@@ -123,15 +130,15 @@ class GroupDecider:
         chosen: torch.Tensor = tokens.gather(1, values.topk(count).indices).long()
         return chosen
 
-    def _by_winners(self, logits: torch.Tensor, contexts: Sequence[DecisionContext]) -> list[int]:
+    def _by_winners(
+        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], copies: HostCopies
+    ) -> LaunchedDecisions:
         """Merge the best scores and tokens of all parts, on every rank."""
         values, ids = shard_winners(logits, contexts, self._model.vocabulary_offset, self._kernels)
         found = torch.stack([values.double(), ids.double()])  # exact: a float32, and an integer below 2**53
         best, tokens = self._exchange.all_gather(found).unbind(1)  # [ranks, decisions]
-        best, tokens = best.T, tokens.T.long()
-        return decide_where_possible(
-            len(contexts), lambda rows: merge_winners(rows_of(best, rows).T, rows_of(tokens, rows).T)
-        )
+        merged = copies.add(merge_winners(best, tokens.long()))
+        return LaunchedDecisions(lambda: merged().tolist())
 
     def accept(self, walk: Callable[[], list[Accepted]], trees: Sequence[TokenTree]) -> list[Accepted]:
         """Walk the trees on rank 0, and send every rank what is accepted."""
@@ -145,20 +152,30 @@ class GroupDecider:
         self._exchange.broadcast(sent)
         return [
             Accepted(tuple(row[1 : row[0] + 1]), tuple(row[longest + 1 : longest + 2 + row[0]]))
-            for row in sent.tolist()
+            for row in sent.numpy().tolist()
         ]
 
     def _on_first_rank(
-        self, logits: torch.Tensor, contexts: Sequence[DecisionContext], *, with_distribution: bool = False
-    ) -> Decisions:
+        self,
+        logits: torch.Tensor,
+        contexts: Sequence[DecisionContext],
+        copies: HostCopies,
+        *,
+        with_distribution: bool = False,
+    ) -> LaunchedDecisions:
         """Decide where the logits of the whole vocabulary are. Only rank 0 has what was requested besides tokens."""
         full = self.whole(logits)
-        decided = Decisions([-1] * len(contexts), {})
+        decided = LaunchedDecisions(lambda: [-1] * len(contexts))
         if full is not None:
-            decided = self._local.decide(full, contexts, with_distribution)
-        agreed = torch.tensor(decided.tokens)  # on the host, which knows them
-        self._exchange.broadcast(agreed)
-        return Decisions(agreed.tolist(), decided.logits, decided.log_probabilities)
+            decided = self._local.launch(full, contexts, copies, with_distribution)
+
+        def agreed() -> list[int]:
+            tokens = torch.tensor(decided.tokens())  # on the host, which knows them
+            self._exchange.broadcast(tokens)
+            found: list[int] = tokens.numpy().tolist()
+            return found
+
+        return replace(decided, tokens=agreed)
 
     def _padded(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits `[rows, shard]`, so that all ranks' parts are equally wide; the last rank's may be shorter."""

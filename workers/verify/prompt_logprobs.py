@@ -6,16 +6,16 @@ sequence whose prompt is scored takes no stored KV, so that every prompt token i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 
 import torch
 
 from cluster.core.request import SequenceStart, TokenLogprobs
 from cluster.core.verification import VerifyRow
-from workers.sampling.logprobs import token_logprobs
-from workers.transfer import rows_of
+from workers.sampling.logprobs import LaunchedLogprobs, launch_logprobs
+from workers.transfer import HostCopies, rows_of
 from workers.verify.decider import Decider
 from workers.verify.sequence_state import ReadyRow
 
@@ -24,8 +24,9 @@ from workers.verify.sequence_state import ReadyRow
 class ScoredPrompt:
     """What a row of a step shows of its prompt."""
 
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """Log-probabilities of the row's tokens; the first token of a prompt has none."""
+    read: Callable[[], tuple[TokenLogprobs, ...]] = tuple
+    """Returns log-probabilities of the row's tokens; the first token of a prompt has none. The host may wait for the
+    device."""
     end: torch.Tensor | None = None
     """The sequence's next `prompt_end`, once the row is committed."""
 
@@ -38,17 +39,18 @@ def scored_count(row: VerifyRow, start: SequenceStart) -> int:
 
 
 def without_prompts(
-    ready: Sequence[ReadyRow], logits: torch.Tensor, decider: Decider
+    ready: Sequence[ReadyRow], logits: torch.Tensor, decider: Decider, copies: HostCopies
 ) -> tuple[torch.Tensor, list[ScoredPrompt]]:
     """Split the logits of a pass: those of the decisions, and per row what is scored of its prompt.
 
     `logits` are `[selected, vocabulary (this rank's part)]`. With several ranks, rank 0 has the log-probabilities, and
-    all ranks call this. It changes no sequence: a step that fails later is repeated.
+    all ranks call this. It changes no sequence: a step that fails later is repeated. The log-probabilities are copied
+    to the host with all other `copies`.
     """
     scores = [entry.scored for entry in ready]
     if not any(scores):
         waiting = any(entry.sequence.prompt_end is not None for entry in ready)
-        return logits, _scored(ready, [logits[:0]] * len(ready)) if waiting else [ScoredPrompt()] * len(ready)
+        return logits, _scored(ready, [logits[:0]] * len(ready), copies) if waiting else [ScoredPrompt()] * len(ready)
     decided: list[int] = []
     scored: list[int] = []
     first = 0
@@ -60,16 +62,16 @@ def without_prompts(
     whole = decider.whole(rows_of(logits, scored))
     found = [ScoredPrompt()] * len(ready)
     if whole is not None:
-        found = _scored(ready, torch.split(whole, scores))
+        found = _scored(ready, torch.split(whole, scores), copies)
     return rows_of(logits, decided), found
 
 
-def _scored(ready: Sequence[ReadyRow], logits: Sequence[torch.Tensor]) -> list[ScoredPrompt]:
+def _scored(ready: Sequence[ReadyRow], logits: Sequence[torch.Tensor], copies: HostCopies) -> list[ScoredPrompt]:
     """Score the prompt tokens of all rows together, given logits `[scored, vocabulary]` at each row's first tokens."""
     pieces: list[torch.Tensor] = []
     tokens: list[int] = []
     counts: list[int] = []
-    ends: list[tuple[int, torch.Tensor | None]] = []
+    ends: list[tuple[range, torch.Tensor | None]] = []
     for entry, own in zip(ready, logits, strict=True):
         sequence, pending, end = entry.sequence, entry.row.pending, None
         scored = list(pending[1 : len(own) + 1])
@@ -80,8 +82,12 @@ def _scored(ready: Sequence[ReadyRow], logits: Sequence[torch.Tensor]) -> list[S
             scored = [pending[0], *scored]
         if len(own):  # else it may have the vocabulary of one rank alone
             pieces.append(own)
+        ends.append((range(len(tokens), len(tokens) + len(scored)), end))
         tokens += scored
         counts += [sequence.start.sampling.prompt_logprobs or 0] * len(scored)
-        ends.append((len(scored), end))
-    found = iter(token_logprobs(pieces, tokens, counts))
-    return [ScoredPrompt(tuple(islice(found, count)), end) for count, end in ends]
+    launched = launch_logprobs(pieces, tokens, counts, (), copies)
+    return [ScoredPrompt(partial(_read, launched, rows, tokens), end) for rows, end in ends]
+
+
+def _read(launched: LaunchedLogprobs, rows: range, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    return tuple(launched.of(row, tokens[row]) for row in rows)

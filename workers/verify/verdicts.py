@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 
 import torch
 
@@ -12,11 +13,17 @@ from cluster.core.request import SamplingParameters, TokenLogprobs
 from cluster.core.verification import Verdict, VerifyRow
 from workers.forward.loaded_model import SourceParts
 from workers.sampling.acceptance import Accepted
-from workers.sampling.logprobs import token_logprobs
-from workers.verify.decider import Decisions
+from workers.sampling.logprobs import launch_logprobs, token_logprobs
+from workers.transfer import HostCopies
+from workers.verify.decider import Decisions, LaunchedDecisions
 
 UNDECIDABLE = "no token can be chosen: all logits of the model are NaN or -inf, or the request excludes all tokens"
 """The message for a row in which no token can be decided."""
+_MOST_AHEAD = 64
+"""Most decisions of a step whose log-probabilities are computed before it is known which of them are accepted. A GPU
+reads their logits in float64 several times: 64 rows of a vocabulary of 128k are 64 MiB."""
+KnownLogprobs = Mapping[int, Callable[[int], TokenLogprobs]]
+"""Decision index → returns what is reported of the decided token, given that token."""
 
 
 def row_problems(rows: Sequence[VerifyRow], vocabulary_size: int, max_context_len: int) -> Sequence[str | None]:
@@ -66,31 +73,61 @@ def fault_verdict(row: VerifyRow, code: RowFaultCode, message: str, stored_len: 
     return Verdict(row.sequence_id, row.base_len, fault=RowFault(code, message, stored_len))
 
 
+def logprobs_ahead(
+    launched: LaunchedDecisions, rows: Sequence[tuple[range, SamplingParameters]], copies: HostCopies
+) -> KnownLogprobs:
+    """Let a GPU compute the log-probabilities of all decided tokens, so that they arrive with the tokens.
+
+    A row is the indices of its decisions, and its request's parameters. Empty on a CPU, and for many decisions.
+    """
+    wanted = [(index, sampling) for own, sampling in rows for index in own if index in launched.on_device]
+    if not 0 < len(wanted) <= _MOST_AHEAD:
+        return {}
+    found = launch_logprobs(
+        torch.stack([launched.logits[index] for index, _ in wanted]),
+        torch.stack([launched.on_device[index] for index, _ in wanted]),
+        [sampling.logprobs or 0 for _, sampling in wanted],
+        [sampling.logprob_token_ids for _, sampling in wanted],
+        copies,
+    )
+    return {index: partial(found.of, row) for row, (index, _) in enumerate(wanted)}
+
+
 def path_logprobs(
-    decisions: Decisions, paths: Sequence[tuple[range, Accepted, SamplingParameters]]
+    decisions: Decisions,
+    paths: Sequence[tuple[range, Accepted, SamplingParameters]],
+    ahead: KnownLogprobs | None = None,
 ) -> list[tuple[TokenLogprobs, ...]]:
     """For each path, the log-probabilities of its accepted tokens and of the alternatives that its request wants.
 
     A path is the indices of its row's decisions, the root's first, then one per node; what is accepted of the row; and
     the request's parameters. The log-probabilities are empty if the request wants none or no token is accepted, and on
-    ranks that hold only their part of the logits. All paths together cost one wait for the device.
+    ranks that hold only their part of the logits. `ahead` are those of decided tokens. All tokens that a rule accepts
+    in place of a decision, and all tokens that `ahead` lacks, together cost one wait for the device.
     """
     if not decisions.logits:
         return [()] * len(paths)
     taken = [_known_indices(decisions, *path) for path in paths]
-    logits = [decisions.logits[index] for indices in taken for index in indices]
-    if not logits:
-        return [()] * len(paths)
-    wanted = [(path, len(indices)) for path, indices in zip(paths, taken, strict=True) if indices]
-    found = iter(
-        token_logprobs(
-            torch.stack(logits),  # [accepted tokens, vocabulary]
-            [token for (_, accepted, _), _ in wanted for token in accepted.tokens],
-            [sampling.logprobs or 0 for (_, _, sampling), count in wanted for _ in range(count)],
-            [sampling.logprob_token_ids for (_, _, sampling), count in wanted for _ in range(count)],
+    found: dict[tuple[int, int], TokenLogprobs] = {}
+    missing: list[tuple[int, int, SamplingParameters]] = []
+    for (_, accepted, sampling), indices in zip(paths, taken, strict=True):
+        for index, token in zip(indices, accepted.tokens if indices else (), strict=True):
+            if ahead and index in ahead and token == decisions.tokens[index]:
+                found[index, token] = ahead[index](token)
+            else:
+                missing.append((index, token, sampling))
+    if missing:
+        computed = token_logprobs(
+            torch.stack([decisions.logits[index] for index, _, _ in missing]),  # [tokens, vocabulary]
+            [token for _, token, _ in missing],
+            [sampling.logprobs or 0 for _, _, sampling in missing],
+            [sampling.logprob_token_ids for _, _, sampling in missing],
         )
-    )
-    return [tuple(islice(found, len(indices))) for indices in taken]
+        found |= {(index, token): one for (index, token, _), one in zip(missing, computed, strict=True)}
+    return [
+        tuple(found[at] for at in zip(indices, accepted.tokens if indices else (), strict=True))
+        for (_, accepted, _), indices in zip(paths, taken, strict=True)
+    ]
 
 
 def _known_indices(

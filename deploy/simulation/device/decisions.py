@@ -11,6 +11,7 @@ from deploy.simulation.device.fake_device import Kernel, KernelCounter
 from workers.forward.loaded_model import LoadedModel
 from workers.sampling.context import RowDecisions, StepContexts
 from workers.sampling.winners import Rows, Search
+from workers.transfer import HostCopies
 from workers.verify.decider import Decider, LocalDecider
 from workers.verify.group_decider import GroupDecider
 
@@ -133,5 +134,5 @@ def count_decisions(model: LoadedModel, ranks: int, logits: torch.Tensor, rows: 
         exchange = CountedExchange(ranks, counter)
         decider = GroupDecider(replace(model, tensor_parallel=ranks), 0, exchange, kernels)
     with counter, torch.inference_mode():
-        decider.decide(logits, StepContexts(list(rows)))
+        decider.launch(logits, StepContexts(list(rows)), HostCopies()).read()
     return Decided(tuple(counter.eager()), counter.copies, counter.reads)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,8 +76,13 @@ def fake_device() -> Iterator[torch.device]:
     Lists of their numbers count from 0. To make one, the host copies the whole tensor and waits, as on a GPU.
     """
     device = _device()
-    with FakeTensorMode(), patch.object(FakeTensor, "tolist", _listed):
+    with FakeTensorMode(), patch.object(FakeTensor, "tolist", _listed), patch.object(FakeTensor, "numpy", _counted):
         yield device
+
+
+def _counted(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """An array of a host tensor's shape that counts from 0."""
+    return np.arange(tensor.numel()).reshape(tuple(tensor.shape))
 
 
 def _listed(tensor: torch.Tensor) -> Any:

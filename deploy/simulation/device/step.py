@@ -31,7 +31,8 @@ from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
 from workers.sampling.context import RowDecisions
-from workers.verify.evidence import on_host
+from workers.transfer import HostCopies
+from workers.verify.evidence import launched_states
 
 _SENT = (ALL_REDUCE, WAIT, ALL_GATHER, GATHER)
 """What ranks send each other, among the kernels of a step."""
@@ -177,7 +178,7 @@ def count_step(model: RankModel, rows: Sequence[Rows], taps: tuple[int, ...] = (
         shown = KernelCounter()
         with shown:
             states = [runner.hidden_of(index, kind.accepted) for index, (_, kind) in enumerate(batch) if taps]
-            on_host(states)
+            launched_states(states, HostCopies())()
         is_compiled = not loaded.states
         return StepCount(
             sequence=tuple(counter.fused() if is_compiled else counter.eager()),

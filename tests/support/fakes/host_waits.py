@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -13,13 +14,26 @@ SYNCHRONIZING_CALLS = ("tolist", "item", "cpu", "nonzero", "masked_select", "__b
 
 
 class OnGpu(TorchFunctionMode):
-    """A torch function mode: CPU tensors report a CUDA device, and operations that would synchronize are recorded."""
+    """A torch function mode: CPU tensors report a CUDA device, and operations that would synchronize are recorded.
+
+    A wait for copies that were launched together is recorded as `copies`.
+    """
 
     def __init__(self, *, notices_copies: bool = False) -> None:
         """`notices_copies`: also record each copy to a device, as if no tensor of the host were in pinned memory."""
         super().__init__()
         self.waits: list[str] = []
         self._notices_copies = notices_copies
+
+    def __enter__(self) -> Self:
+        self._patch = patch("workers.transfer.wait_for_device", lambda _: self.waits.append("copies"))
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
 
     def __torch_function__(
         self,

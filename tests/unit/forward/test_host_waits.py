@@ -13,10 +13,13 @@ from torch import Tensor
 from cluster.core.request import SamplingParameters
 from tests.support.engines.one_rank import group_of_one
 from tests.support.fakes.host_waits import OnGpu
+from workers.sampling import decide as deciding
 from workers.sampling.acceptance import Accepted
+from workers.sampling.candidates import candidates
 from workers.sampling.context import DecisionContext
-from workers.sampling.decide import Undecidable, decide
+from workers.sampling.decide import decide
 from workers.sampling.logprobs import token_logprobs
+from workers.transfer import HostCopies
 from workers.verify.decider import Decisions
 from workers.verify.group_decider import GroupDecider
 from workers.verify.verdicts import path_logprobs
@@ -60,7 +63,7 @@ def test_a_decision_synchronizes_once_and_equals_the_one_on_cpu(samplings: list[
     decide(logits, contexts(*samplings))  # creates the cached tensors
     with OnGpu() as gpu:
         assert decide(logits, contexts(*samplings)) == expected
-    assert gpu.waits == ["tolist"]
+    assert gpu.waits == ["copies"]
 
 
 def test_a_nucleus_without_another_bound_synchronizes_once_more() -> None:
@@ -69,7 +72,7 @@ def test_a_nucleus_without_another_bound_synchronizes_once_more() -> None:
     expected = decide(logits, contexts(*samplings))
     with OnGpu() as gpu:
         assert decide(logits[:1], contexts(samplings[0])) == expected[:1]
-    assert gpu.waits == ["tolist"] * 2
+    assert gpu.waits == ["tolist", "copies"]
     with OnGpu():
         assert decide(logits, contexts(*samplings)) == expected
 
@@ -77,10 +80,10 @@ def test_a_nucleus_without_another_bound_synchronizes_once_more() -> None:
 def test_nan_rows_are_found_without_another_synchronization() -> None:
     logits = some_logits(3)
     logits[1] = torch.nan
-    with OnGpu() as gpu, pytest.raises(Undecidable) as caught:
-        decide(logits, contexts(GREEDY, DRAWN, DRAWN))
-    assert caught.value.rows == (1,)
-    assert gpu.waits == ["tolist"]
+    with OnGpu() as gpu:
+        found = decide(logits, contexts(GREEDY, DRAWN, DRAWN))
+    assert [token == -1 for token in found] == [False, True, False]
+    assert gpu.waits == ["copies"]
 
 
 def test_equal_logits_at_the_edge_are_kept_as_on_cpu() -> None:
@@ -101,24 +104,38 @@ def group() -> Iterator[GroupDecider]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_share_the_vocabulary_synchronize_once(group: GroupDecider, name: str) -> None:
-    """Rows that need the whole vocabulary cost a second wait, after the kernels of all other rows are launched."""
+    """Rows that need the whole vocabulary are decided on the first rank, and arrive with all others."""
     asked = contexts(*CASES[name])
     logits = some_logits(len(asked))
     expected = decide(logits, asked)
-    group.decide(logits, asked)  # creates the cached tensors
+    group.launch(logits, asked, HostCopies())  # creates the cached tensors
     with OnGpu() as gpu:
-        assert group.decide(logits, asked).tokens == expected
-    rows_of_the_first_rank = ["tolist"] * 2  # what it decides, and what it sends, which is on the host
-    assert gpu.waits == ["tolist"] + rows_of_the_first_rank * (name in ("top-k", "min-p"))
+        assert group.launch(logits, asked, HostCopies()).tokens() == expected
+    assert gpu.waits == ["copies"]
 
 
-def test_ranks_find_rows_that_nobody_can_decide_with_one_more_wait(group: GroupDecider) -> None:
+def test_ranks_find_rows_that_nobody_can_decide_without_another_wait(group: GroupDecider) -> None:
     logits = some_logits(3)
     expected = decide(logits, contexts(GREEDY, DRAWN, DRAWN))
     logits[1] = torch.nan
     with OnGpu() as gpu:
-        assert group.decide(logits, contexts(GREEDY, DRAWN, DRAWN)).tokens == [expected[0], -1, expected[2]]
-    assert gpu.waits == ["tolist"] * 2
+        found = group.launch(logits, contexts(GREEDY, DRAWN, DRAWN), HostCopies()).tokens()
+    assert found == [expected[0], -1, expected[2]]
+    assert gpu.waits == ["copies"]
+
+
+@pytest.mark.parametrize("name", ["greedy", "drawn", "both", "penalties"])
+def test_candidates_of_all_rows_synchronize_once_and_order_equal_scores_as_on_cpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many logits are equal, also at the edge; the rows are more than are scored at a time."""
+    asked = contexts(*CASES[name])
+    logits = some_logits(len(asked)).round()
+    expected = candidates(logits, asked, 6)
+    monkeypatch.setitem(deciding._CHUNK_ELEMENTS, "cpu", VOCABULARY)
+    with OnGpu() as gpu:
+        assert candidates(logits, asked, 6) == expected
+    assert gpu.waits == ["copies"]
 
 
 def test_the_log_probabilities_of_all_rows_synchronize_once() -> None:
@@ -126,7 +143,7 @@ def test_the_log_probabilities_of_all_rows_synchronize_once() -> None:
     expected = token_logprobs(logits, [1, 2, 3], [5, 0, 2])
     with OnGpu() as gpu:
         assert token_logprobs(logits, [1, 2, 3], [5, 0, 2]) == expected
-    assert gpu.waits == ["tolist"]
+    assert gpu.waits == ["copies"]
 
 
 def test_the_log_probabilities_of_all_paths_of_a_step_synchronize_once() -> None:
@@ -144,7 +161,7 @@ def test_the_log_probabilities_of_all_paths_of_a_step_synchronize_once() -> None
     ]
     with OnGpu() as gpu:
         found = path_logprobs(decisions, paths)
-    assert gpu.waits == ["tolist"]
+    assert gpu.waits == ["copies"]
     assert [[one.token for one in path] for path in found] == [[3, 5], [], [7, 8], [], []]
     assert found[0] == token_logprobs(logits[[0, 2]], [3, 5], [2, 2])
     assert found[2] == token_logprobs(logits[4:6], [7, 8], [0, 0], [(11, 12, 13)] * 2)

@@ -68,4 +68,4 @@ def test_ranks_that_share_the_vocabulary_agree() -> None:
     contexts = [DecisionContext(sampling, (*PROMPT, 1, 1, 1), len(PROMPT))]
     parts = [shard_winners(torch.zeros(1, 6), contexts, offset) for offset in (0, 6)]
     values, tokens = (torch.stack(column) for column in zip(*parts, strict=True))
-    assert merge_winners(values, tokens) == [5]
+    assert merge_winners(values, tokens).tolist() == [5]

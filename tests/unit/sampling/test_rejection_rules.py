@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from tests.statistical.test_exact_rules import CASES
-from workers.sampling.acceptance import RULES, AcceptanceRule, DecidedTree, DrawnDrafts, RootPosition
-from workers.sampling.residual import draft_probabilities, draw, residual
+from tests.support.fakes.host_waits import OnGpu
+from workers.sampling import residual
+from workers.sampling.acceptance import RULES, AcceptanceRule, AcceptsTogether, DecidedTree, DrawnDrafts, RootPosition
+from workers.sampling.residual import Weights, draft_probabilities, draw, look_up
 from workers.sampling.rules.block import Block
 from workers.sampling.rules.rejection import Rejection
 from workers.sampling.uniform import random_bits, uniform
+from workers.transfer import HostCopies
 
 NAMES = [
     name
@@ -103,15 +108,52 @@ def test_earlier_siblings_are_removed_from_the_draft_distribution() -> None:
     assert draft_probabilities(tree, 1, ()) == {6: 1.0}
 
 
-def test_a_residual_is_never_negative() -> None:
-    left = residual(torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), {0: 0.1, 2: 0.9})
-    assert left.tolist() == pytest.approx([0.4, 0.3, 0.0])
+def test_a_residual_is_never_negative_and_leaves_out_tokens_that_the_target_does_not_have() -> None:
+    logs = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]).log()
+    target = look_up(logs, {1: (0,), 0: (0, 2, 9)}, HostCopies())(0)
+    assert target.named == pytest.approx({0: 0.5, 2: 0.2})
+    assert (target.others, target.total) == pytest.approx((0.3, 1.0))
+    left = target.times(0.5).without({0: 0.1, 2: 0.9, 9: 1.0})
+    assert left.named == pytest.approx({0: 0.15, 2: 0.0})
+    assert (left.others, left.scale) == pytest.approx((0.15, 0.5))
 
 
-def test_a_draw_returns_only_indices_with_a_weight() -> None:
-    weights = torch.tensor([0.0, 2.0, 0.0, 1.0, 0.0], dtype=torch.float64)
-    assert [draw(weights, number) for number in (0.0, 0.66, 0.67, 1.0)] == [1, 1, 3, 3]
-    assert draw(torch.zeros(3, dtype=torch.float64), 0.5) == -1
+def test_a_draw_returns_only_tokens_with_a_weight() -> None:
+    logs = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25], [0.2, 0.2, 0.2, 0.2, 0.2]]).log()
+    without_the_last = Weights(0, {4: 0.0}, 0.75)
+    drawn = draw(logs, [without_the_last] * 4, [0.0, 0.66, 0.67, 1.0])
+    assert drawn == [1, 1, 3, 3]
+    assert draw(logs, [Weights(1, {2: 9.0}, 0.8), Weights(1), without_the_last], [0.5, 0.5, 0.5]) == [2, 2, 1]
+    assert draw(logs, [Weights(1, dict.fromkeys(range(5), 0.0))], [0.5]) == [-1]
+    assert draw(logs, [], []) == []
+
+
+def chunked(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(residual._CHUNK_ELEMENTS, "cpu", rows * 10)
+
+
+@every_drawn_rule
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_all_rows_of_a_step_are_accepted_as_alone_with_two_waits(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are trees of several sizes, with and without distributions of drafts, and greedy ones."""
+    chunked(rows, monkeypatch)
+    rule, random = rule_of(name), torch.Generator().manual_seed(0)
+    assert isinstance(rule, AcceptsTogether)
+    steps = list[DecidedTree]()
+    for seed, tree in enumerate([TREE, EMPTY_TREE, TokenTree.chain([5, 6, 7]), TREE, TREE, EMPTY_TREE]):
+        logs = (3 * torch.randn(len(tree) + 1, 10, generator=random)).log_softmax(dim=1)
+        stated = [DraftDistribution((token, 3, 700), (0.5, 0.3, 0.2)) for token in tree.tokens] if seed % 2 else []
+        decisions = logs.argmax(dim=1).tolist()
+        steps.append(DecidedTree(tree, decisions, RootPosition(seed, 20, is_greedy=seed == 4), logs, stated))
+    alone = [rule.accept(step) for step in steps]
+    whole, copies = torch.cat([step.known_log_probabilities for step in steps]), HostCopies()
+    undecided = [replace(step, decisions=[-1] * (len(step.tree) + 1)) for step in steps]
+    with OnGpu() as gpu:
+        assert rule.launch(undecided, whole, copies)(steps) == alone
+    assert gpu.waits == ["copies"] * 2  # the first one also brings the decisions
+    assert len({one.nodes for one in alone}) > 1
 
 
 def test_random_numbers_depend_on_purpose_and_all_counters() -> None:

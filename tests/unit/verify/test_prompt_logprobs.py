@@ -16,8 +16,9 @@ from cluster.core.request import SamplingParameters, SequenceStart, TokenLogprob
 from cluster.core.verification import OpenRow, StepBatch, Verdict, VerifyRow
 from tests.support.engines.engine_rows import first_row, open_engine, verify
 from tests.support.models import tiny
-from workers.sampling.logprobs import token_logprobs
-from workers.verify.decider import Decisions, decide_rows
+from workers.sampling.logprobs import launch_logprobs, token_logprobs
+from workers.transfer import HostCopies
+from workers.verify.decider import LaunchedDecisions, launch_rows
 from workers.verify.engine import TargetEngine
 from workers.verify.prompt_logprobs import without_prompts
 
@@ -85,12 +86,12 @@ def test_a_row_that_is_repeated_after_a_failed_step_is_scored_as_without_it(
 ) -> None:
     fails = iter([False, True, False, True, False])
 
-    def decide_or_fail(*step: Any) -> Decisions:
+    def decide_or_fail(*step: Any) -> LaunchedDecisions:
         if next(fails):
             raise RuntimeError("out of memory")
-        return decide_rows(*step)
+        return launch_rows(*step)
 
-    monkeypatch.setattr("workers.verify.engine.decide_rows", decide_or_fail)
+    monkeypatch.setattr("workers.verify.engine.launch_rows", decide_or_fail)
     rows = [
         VerifyRow(SequenceId("h"), 4, PROMPT[:4], decide=False, start=SequenceStart(len(PROMPT), SCORED)),
         VerifyRow(SequenceId("h"), 10, PROMPT[4:10], decide=False),
@@ -118,15 +119,18 @@ def test_other_rows_of_the_step_are_decided_as_alone(engine: TargetEngine) -> No
 
 
 def test_all_scored_rows_of_a_step_are_scored_together(engine: TargetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host waits once for all of them, also for rows whose last chunk left logits behind."""
+    """This includes rows whose last chunk left logits behind."""
     calls: list[int] = []
 
-    def counted(logits: Any, tokens: Sequence[int], *others: Any) -> Any:
-        calls.append(len(tokens))
-        return token_logprobs(logits, tokens, *others)
+    def counted(function: Any) -> Any:
+        def called(logits: Any, tokens: Sequence[int], *others: Any) -> Any:
+            calls.append(len(tokens))
+            return function(logits, tokens, *others)
 
-    for module in ("prompt_logprobs", "verdicts"):
-        monkeypatch.setattr(f"workers.verify.{module}.token_logprobs", counted)
+        return called
+
+    monkeypatch.setattr("workers.verify.prompt_logprobs.launch_logprobs", counted(launch_logprobs))
+    monkeypatch.setattr("workers.verify.verdicts.token_logprobs", counted(token_logprobs))
     alone = scores(in_chunks(engine, "j", [4, 7]))
     engine.release([SequenceId("j")])
     start = SequenceStart(len(PROMPT), SCORED)
@@ -152,9 +156,9 @@ def test_a_last_token_is_scored_beside_other_rows_where_a_rank_has_a_part_of_the
 
     other, last = ready((7,), None), ready((77,), whole)
     decider: Any = None  # no row sends logits to rank 0
-    _, found = without_prompts([other, last], torch.randn(2, 50), decider)
-    assert found[1].logprobs == token_logprobs(whole, [77], [3])
-    assert not found[0].logprobs
+    _, found = without_prompts([other, last], torch.randn(2, 50), decider, HostCopies())
+    assert found[1].read() == token_logprobs(whole, [77], [3])
+    assert not found[0].read()
 
 
 def test_a_scored_prompt_takes_nothing_from_the_prefix_cache(engine: TargetEngine) -> None:

@@ -11,13 +11,20 @@ reads tokens after the accepted prefix, so the same numbers would not be indepen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cluster.core.config.base import PluginSettings
-from cluster.core.tree import ROOT, TokenTree
-from workers.sampling.acceptance import Accepted, DecidedTree, DrawnDrafts, register_rule
+from cluster.core.tree import ROOT
+from workers.sampling.acceptance import Accepted, DecidedTree, DrawnDrafts, accept_alone, register_rule
 from workers.sampling.uniform import uniform
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workers.sampling.residual import Weights
+    from workers.transfer import HostCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +35,44 @@ class Block:
     needs_distribution: bool = True
 
     def accept(self, step: DecidedTree) -> Accepted:
+        return accept_alone(self, step)
+
+    def launch(
+        self, steps: Sequence[DecidedTree], log_probabilities: Tensor | None, copies: HostCopies
+    ) -> Callable[[Sequence[DecidedTree]], list[Accepted]]:
         """Accept the longest block.
 
         The random numbers depend on (seed, position of the root, depth) alone.
         """
-        from workers.sampling.residual import draft_probabilities, draw, residual
+        from workers.sampling.residual import launch_draws
 
-        if step.root.is_greedy:
-            return step.walk()
-        targets = step.known_log_probabilities
-        tree, root = step.tree, step.root
-        chain = tuple(_first_children(tree))
-        joint = 1.0  # min(1, p / q) of the tokens so far together: the probability that at least these are accepted
-        accepted, left = 0, targets[0]
-        for depth, node in enumerate((ROOT, *chain)):
-            target = targets[node + 1].double().exp()
-            draft = draft_probabilities(tree, chain[depth], step.distributions) if depth < len(chain) else {}
-            # What the token after this prefix is drawn from if the prefix is accepted and nothing longer.
-            weights = residual(target * joint, draft) if draft else target
-            mass = float(weights.sum())
-            threshold = mass / (mass + 1.0 - joint) if draft and mass > 0.0 else joint if not draft else 0.0
-            if depth == 0 or uniform(b"block", root.seed, root.position, depth) < threshold:
-                accepted, left = depth, weights if mass > 0.0 else target
-            if draft:
-                token = tree.tokens[chain[depth]]
-                proposed = draft.get(token, 0.0)
-                joint = min(1.0, joint * float(target[token]) / proposed) if proposed > 0.0 else 0.0
-        last = draw(left, uniform(b"block residual", root.seed, root.position))
-        return step.accepted(chain[:accepted], last)
+        return launch_draws(steps, log_probabilities, copies, _walk)
 
 
-def _first_children(tree: TokenTree) -> Iterator[int]:
-    """The first child of the root, its first child, and so on."""
-    children = tree.children(ROOT)
-    while children:
-        yield children[0]
-        children = tree.children(children[0])
+def _walk(step: DecidedTree, target_after: Callable[[int], Weights]) -> tuple[list[int], Weights, float]:
+    """The accepted nodes, what is left of the target's distribution after them, and the number to draw from it with."""
+    from workers.sampling.residual import draft_probabilities
+
+    tree, root = step.tree, step.root
+    chain: list[int] = []
+    while children := tree.children(chain[-1] if chain else ROOT):
+        chain.append(children[0])
+    joint = 1.0  # min(1, p / q) of the tokens so far together: the probability that at least these are accepted
+    accepted, left = 0, target_after(ROOT)
+    for depth, node in enumerate((ROOT, *chain)):
+        target = target_after(node)
+        draft = draft_probabilities(tree, chain[depth], step.distributions) if depth < len(chain) else {}
+        # What the token after this prefix is drawn from if the prefix is accepted and nothing longer.
+        weights = target.times(joint).without(draft) if draft else target
+        mass = weights.total
+        threshold = mass / (mass + 1.0 - joint) if draft and mass > 0.0 else joint if not draft else 0.0
+        if depth == 0 or uniform(b"block", root.seed, root.position, depth) < threshold:
+            accepted, left = depth, weights if draft and mass > 0.0 else target
+        if draft:
+            token = tree.tokens[chain[depth]]
+            proposed = draft.get(token, 0.0)
+            joint = min(1.0, joint * target.named.get(token, 0.0) / proposed) if proposed > 0.0 else 0.0
+    return chain[:accepted], left, uniform(b"block residual", root.seed, root.position)
 
 
 @register_rule("block", PluginSettings, DrawnDrafts.CHAIN)

@@ -9,14 +9,20 @@ is taken, and the target's own decision follows it. With the default settings th
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.tree import ROOT
-from workers.sampling.acceptance import Accepted, DecidedTree, longest_path, register_rule
+from workers.sampling.acceptance import Accepted, DecidedTree, accept_alone, longest_path, register_rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workers.transfer import HostCopies
 
 
 class BlockwiseSettings(PluginSettings):
@@ -49,12 +55,39 @@ class Blockwise:
         return self.top_k > 1
 
     def accept(self, step: DecidedTree) -> Accepted:
-        """Accept the longest path of close nodes, then the forced ones: first children below that path."""
+        return accept_alone(self, step)
+
+    def launch(
+        self, steps: Sequence[DecidedTree], log_probabilities: Tensor | None, copies: HostCopies
+    ) -> Callable[[Sequence[DecidedTree]], list[Accepted]]:
+        found = None
+        if self.top_k > 1 and steps:
+            for step in steps:
+                step.check_log_probabilities()
+            if log_probabilities is not None:
+                best = log_probabilities.topk(min(self.top_k, log_probabilities.shape[1]), dim=1)
+                found = copies.add(best.indices), copies.add(best.values)
+
+        def accepted(decided: Sequence[DecidedTree]) -> list[Accepted]:
+            tokens, values = ([], []) if found is None else (read().tolist() for read in found)
+            paths, first = list[Accepted](), 0
+            for step in decided:
+                rows = range(first, first + len(step.decisions)) if found is not None else range(0)
+                first += len(step.decisions)
+                paths.append(self._accepted(step, [_possible(tokens[row], values[row]) for row in rows]))
+            return paths
+
+        return accepted
+
+    def _accepted(self, step: DecidedTree, close: Sequence[set[int]]) -> Accepted:
+        """Accept the longest path of close nodes, then the forced ones: first children below that path.
+
+        `close` are the most probable tokens at each decision, or nothing.
+        """
         tree, decisions = step.tree, step.decisions
-        close = self._most_probable(step)
         is_close = [
             decisions[parent + 1] >= 0
-            and (abs(token - decisions[parent + 1]) <= self.distance or token in close.get(parent + 1, ()))
+            and (abs(token - decisions[parent + 1]) <= self.distance or (bool(close) and token in close[parent + 1]))
             for token, parent in zip(tree.tokens, tree.parents, strict=True)
         ]
         nodes = longest_path(tree, is_close)
@@ -65,16 +98,10 @@ class Blockwise:
             nodes = (*nodes, children[0])
         return step.accepted(nodes)
 
-    def _most_probable(self, step: DecidedTree) -> dict[int, set[int]]:
-        """The `top_k` most probable tokens at the root (0) and at each node (`node + 1`); empty if `top_k` is 1."""
-        if self.top_k == 1:
-            return {}
-        logs = step.known_log_probabilities
-        best = logs.topk(min(self.top_k, logs.shape[1]), dim=1)
-        return {
-            row: {token for token, value in zip(tokens, values, strict=True) if value > -math.inf}
-            for row, (tokens, values) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        }
+
+def _possible(tokens: Sequence[int], values: Sequence[float]) -> set[int]:
+    """The tokens whose log-probability is not −inf."""
+    return {token for token, value in zip(tokens, values, strict=True) if value > -math.inf}
 
 
 @register_rule("blockwise", BlockwiseSettings)

@@ -18,16 +18,20 @@ conditions:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.core.config.base import PluginSettings
 from cluster.core.tree import ROOT
-from workers.sampling.acceptance import Accepted, DecidedTree, DrawnDrafts, register_rule
+from workers.sampling.acceptance import Accepted, DecidedTree, DrawnDrafts, accept_alone, register_rule
 from workers.sampling.uniform import uniform
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from workers.sampling.residual import Weights
+    from workers.transfer import HostCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +42,39 @@ class Rejection:
     needs_distribution: bool = True
 
     def accept(self, step: DecidedTree) -> Accepted:
+        return accept_alone(self, step)
+
+    def launch(
+        self, steps: Sequence[DecidedTree], log_probabilities: Tensor | None, copies: HostCopies
+    ) -> Callable[[Sequence[DecidedTree]], list[Accepted]]:
         """Accept or reject siblings in turn.
 
         The random numbers depend on (seed, position, rank among siblings) alone.
         """
-        if step.root.is_greedy:
-            return step.walk()
-        targets = step.known_log_probabilities
-        nodes: list[int] = []
-        while True:
-            node = nodes[-1] if nodes else ROOT
-            child, last = _try_children(step, node, targets[node + 1], step.root.position + len(nodes))
-            if child is None:
-                return step.accepted(nodes, last)
-            nodes.append(child)
+        from workers.sampling.residual import launch_draws
+
+        return launch_draws(steps, log_probabilities, copies, _walk)
 
 
-def _try_children(step: DecidedTree, node: int, log_probabilities: Tensor, position: int) -> tuple[int | None, int]:
-    """The accepted child of `node`, or `None` and the token that is drawn instead (-1 if none can be drawn).
+def _walk(step: DecidedTree, target_after: Callable[[int], Weights]) -> tuple[list[int], Weights, float]:
+    """The accepted nodes, what is left of the target's distribution after them, and the number to draw from it with."""
+    nodes: list[int] = []
+    while True:
+        node, position = nodes[-1] if nodes else ROOT, step.root.position + len(nodes)
+        child, left = _try_children(step, node, target_after(node), position)
+        if child is None:
+            return nodes, left, uniform(b"residual", step.root.seed, position)
+        nodes.append(child)
 
-    `log_probabilities` [vocab] are the target's after `node`, and `position` is that of the children.
+
+def _try_children(step: DecidedTree, node: int, target: Weights, position: int) -> tuple[int | None, Weights]:
+    """The accepted child of `node`, or `None`; and what the rejections leave of the target's distribution there.
+
+    `position` is that of the children.
     """
-    from workers.sampling.residual import draft_probabilities, draw, residual
+    from workers.sampling.residual import draft_probabilities
 
     tree, seed = step.tree, step.root.seed
-    target = log_probabilities.double().exp()  # what the rejections so far leave, normalised
     rejected: list[int] = []
     for rank, child in enumerate(tree.children(node)):
         token = tree.tokens[child]
@@ -70,13 +82,12 @@ def _try_children(step: DecidedTree, node: int, log_probabilities: Tensor, posit
         rejected.append(token)
         if token not in draft:
             continue  # the drafter cannot have drawn it
-        if uniform(b"rejection", seed, position, rank) * draft[token] < float(target[token]):
-            return child, token
-        left = residual(target, draft)
-        mass = float(left.sum())
-        if mass > 0.0:  # else the distributions are equal, and only rounding led to a rejection
-            target = left / mass
-    return None, draw(target, uniform(b"residual", seed, position))
+        if uniform(b"rejection", seed, position, rank) * draft[token] < target.named.get(token, 0.0):
+            return child, target
+        left = target.without(draft)
+        if left.total > 0.0:  # else the distributions are equal, and only rounding led to a rejection
+            target = left.times(1.0 / left.total)
+    return None, target
 
 
 @register_rule("rejection", PluginSettings, DrawnDrafts.TREE)

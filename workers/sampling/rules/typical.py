@@ -7,13 +7,20 @@ target's own decision follows it. Accepted tokens are plausible, but they are no
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from cluster.core.config.base import PluginSettings
-from workers.sampling.acceptance import Accepted, DecidedTree, longest_path, register_rule
+from workers.sampling.acceptance import Accepted, DecidedTree, accept_alone, longest_path, register_rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workers.transfer import HostCopies
 
 
 class TypicalSettings(PluginSettings):
@@ -35,17 +42,39 @@ class Typical:
     needs_distribution: bool = True
 
     def accept(self, step: DecidedTree) -> Accepted:
-        if step.root.is_greedy:
-            return step.walk()
-        logs = step.known_log_probabilities  # [nodes + 1, vocab]
-        probabilities = logs.exp()
-        entropies = -(probabilities * logs).nan_to_num(nan=0.0).sum(dim=1)  # 0 · −inf is NaN
-        thresholds = (self.delta * (-entropies).exp()).clamp(max=self.epsilon)
-        is_typical = [
-            0.0 < float(probabilities[parent + 1, token]) >= float(thresholds[parent + 1])
-            for token, parent in zip(step.tree.tokens, step.tree.parents, strict=True)
-        ]
-        return step.accepted(longest_path(step.tree, is_typical))
+        return accept_alone(self, step)
+
+    def launch(
+        self, steps: Sequence[DecidedTree], log_probabilities: Tensor | None, copies: HostCopies
+    ) -> Callable[[Sequence[DecidedTree]], list[Accepted]]:
+        from workers.transfer import to_device
+
+        places: list[tuple[int, int]] = []  # the decision and the token of each drafted token
+        first = 0
+        for step in steps:
+            if not step.root.is_greedy:
+                step.check_log_probabilities()
+                places += zip((first + parent + 1 for parent in step.tree.parents), step.tree.tokens, strict=True)
+            first += len(step.tree) + 1
+        found = None
+        if log_probabilities is not None and places:
+            probabilities = log_probabilities.exp()  # [decisions, vocab]
+            entropies = -(probabilities * log_probabilities).nan_to_num(nan=0.0).sum(dim=1)  # 0 · −inf is NaN
+            thresholds = (self.delta * (-entropies).exp()).clamp(max=self.epsilon)
+            rows, tokens = (to_device(column, thresholds.device) for column in zip(*places, strict=True))
+            drafted = probabilities[rows, tokens]
+            found = copies.add((drafted > 0.0) & (drafted >= thresholds[rows]))
+
+        def walk(decided: Sequence[DecidedTree]) -> list[Accepted]:
+            is_typical = iter([] if found is None else found().tolist())
+            return [
+                step.walk()
+                if step.root.is_greedy
+                else step.accepted(longest_path(step.tree, list(islice(is_typical, len(step.tree)))))
+                for step in decided
+            ]
+
+        return walk
 
 
 @register_rule("typical", TypicalSettings)

@@ -119,7 +119,7 @@ def test_hidden_states_and_probable_tokens_of_all_rows_are_copied_from_a_gpu_at_
     expected = _collected(found, rows, accepted, (), logits)
     with OnGpu() as gpu:
         sent = _collected(found, rows, accepted, (), logits)
-    assert gpu.waits == ["cpu", "tolist"]
+    assert gpu.waits == ["copies"]
     assert [len(_values(one)) for one in sent] == [3, 5, 4]
     for one, other in zip(sent, expected, strict=True):
         assert one is not None and other is not None
