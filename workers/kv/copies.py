@@ -74,13 +74,13 @@ class StackCopies:
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks. No destination is a source."""
-        if self._device.type == "cpu":  # without index tensors this is faster
-            for copy, stack in product(copies, self._stacks):
-                stack[:, copy.destination] = stack[:, copy.source]
-            return
         if self.has_kernel:
             paths = [Path([copy.source], [copy.destination]) for copy in copies]
             self._launch(paths, slots=self._stacks[0].shape[2])
+            return
+        if self._device.type == "cpu":  # without index tensors this is faster
+            for copy, stack in product(copies, self._stacks):
+                stack[:, copy.destination] = stack[:, copy.source]
             return
         sources, destinations = (
             to_device(blocks, self._device)

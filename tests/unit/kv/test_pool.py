@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -174,3 +175,45 @@ def test_a_block_that_is_freed_and_taken_again_is_read_before_it_is_written(copi
     for stored in (*shared.keys, *shared.values):
         assert (stored[forks[0].blocks[0][0]] == 1).all()
         assert (stored[forks[1].blocks[0][0]] == 2).all()
+
+
+class RecordedKernels:
+    """`CopyKernels` that copy nothing, and record what they are to copy."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[list[int], list[int], list[int], int]] = []
+
+    def records_of(self, stacks: Sequence[torch.Tensor]) -> int:
+        return sum(len(stack) for stack in stacks)
+
+    def copy_paths(
+        self,
+        records: int,
+        ends: torch.Tensor,
+        sources: torch.Tensor,
+        destinations: torch.Tensor,
+        slots: int = 1,
+    ) -> None:
+        assert records == 2
+        self.launches.append((ends.tolist(), sources.tolist(), destinations.tolist(), slots))
+
+
+def test_kernels_that_are_given_copy_blocks_and_slots_of_a_step_in_one_launch_each() -> None:
+    """Also on a CPU, where they stand for those of a GPU."""
+    kernels = RecordedKernels()
+    shared = KvPool(SPEC, KvSection(block_size=4), 20, kernels=kernels)
+    table = shared.new_table()
+    shared.reserve(table, 6)
+    shared.commit(table, range(6))
+    forks = [shared.fork(table, 6) for _ in range(2)]
+    source = table.blocks[0][1]
+    with shared.reserving_together():
+        for fork in forks:
+            shared.reserve(fork, 10)
+    destinations = [fork.blocks[0][1] for fork in forks]
+    assert kernels.launches == [([0, 1, 2], [source, source], destinations, 4)]
+    with shared.moving_together():
+        for fork in forks:
+            shared.move(fork, 6, (1, 3))
+    slots = [[4 * fork.blocks[0][at // 4] + at % 4 for fork in forks for at in ats] for ats in ((7, 9), (6, 7))]
+    assert kernels.launches[1:] == [([0, 2, 4], *slots, 1)]
