@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from workers.kv.allocator import BlockCopy
-from workers.transfer import to_device, to_device_together
+from workers.transfer import launch_on, to_device, to_device_together
 
 
 class Path(NamedTuple):
@@ -95,6 +95,7 @@ class StackCopies:
                 self._launch([Path([0], [0])], slots)
 
     def _launch(self, paths: Sequence[Path], slots: int) -> None:
+        launch_on(self._device)  # a step copies before its pass, which chooses the thread's device as well
         if self._kernels is None:
             from workers.kv.triton import entries
 

@@ -13,7 +13,9 @@ import torch
 from cluster.core.config.model_section import PoolSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
+from cluster.core.ids import BlockId
 from workers.kv import copies, pool, pool_size
+from workers.kv.allocator import BlockCopy
 from workers.kv.pool import KvPool
 from workers.kv.pool_size import blocks_that_fit
 from workers.kv.spec import KvCacheSpec, LayerShape
@@ -217,3 +219,15 @@ def test_kernels_that_are_given_copy_blocks_and_slots_of_a_step_in_one_launch_ea
             shared.move(fork, 6, (1, 3))
     slots = [[4 * fork.blocks[0][at // 4] + at % 4 for fork in forks for at in ats] for ats in ((7, 9), (6, 7))]
     assert kernels.launches[1:] == [([0, 2, 4], *slots, 1)]
+
+
+def test_kernels_are_launched_on_the_pools_device_whichever_the_thread_used_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks are copied before the pass of a step, which chooses the device of its thread."""
+    own, chosen = torch.device("cuda", 3), list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    stacks = copies.StackCopies([torch.zeros(2, 3, 4, 2, 8)], own, RecordedKernels())
+    with pytest.raises(Exception, match=r"(?i)cuda"):
+        stacks.copy_blocks([BlockCopy(BlockId(0), BlockId(1))])
+    assert chosen == [own]
