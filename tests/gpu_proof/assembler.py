@@ -126,7 +126,7 @@ def assembled(
     assert registers is not None
     products = len(re.findall(r"\bmma\.sync", text))
     group_products = len(re.findall(r"\b(?:wgmma\.mma_async|tcgen05\.mma)", text))
-    fused = len(re.findall(r"\bfma\.rn(?:\.ftz)?\.f32", text))
+    fused = sum(2 if pair else 1 for pair in re.findall(r"\bfma\.rn(?:\.ftz)?\.f32(x2)?", text))
     numbers = int(registers[1]), sum(map(int, spills)), int(compiled.metadata.shared)
     compiled_kernels.append(Compiled(kernel.fn.__name__, capability, *numbers, products, group_products))
     sums = _sums(compiled.asm["ttgir"])

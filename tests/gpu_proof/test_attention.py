@@ -261,17 +261,23 @@ def test_trees_of_more_than_one_word() -> None:
         torch.testing.assert_close(ours, theirs, atol=CLOSE, rtol=CLOSE)
 
 
-@pytest.mark.parametrize(("stored", "kv"), [(95, None), (1018, None), (1018, torch.int8)])
-def test_a_draft_changes_no_bit(stored: int, kv: torch.dtype | None) -> None:
-    """A token has the same bits as a node of a chain and in a step of its own, under each window, where splits end."""
-    shape = Shape(2, 1, 16, 16)
+@pytest.mark.parametrize(
+    ("heads", "stored", "kv"), [(2, 95, None), (2, 1018, torch.int8), (3, 1018, None), (4, 95, None), (4, 1018, None)]
+)
+def test_a_draft_changes_no_bit(heads: int, stored: int, kv: torch.dtype | None) -> None:
+    """A token has the same bits as a node of a chain and in a step of its own, under each window, where splits end.
+
+    With three or four heads per KV head, the first eight tokens of the chain are one tall tile.
+    """
+    shape = Shape(heads, 1, 16, 16)
     setting = setting_of(shape, torch.float32, blocks=80, stored=kv)
     backend, chain = TritonBackend(setting), 12
     held = [[BlockId(block) for block in range(-(-(stored + 1 + chain) // 16))]]
     drafted = RowShape(held, stored, 1, TokenTree.chain(range(chain)))
     queries = queries_of([drafted], shape, torch.float32)
+    assert backend.plan([drafted]).queries[WINDOWS[0]][0].tile == (8 if DEVICE.type == "cpu" or heads < 3 else 4)
     together = attended(backend, [drafted], queries)
-    for node in range(0, chain + 1, 4):
+    for node in (0, 3, 4, 7, 8, 12):
         plain = attended(backend, [RowShape(held, stored + node, 1, EMPTY_TREE)], queries[node : node + 1])
         for alone, beside in zip(plain, together, strict=True):
             assert torch.equal(alone[0], beside[node])

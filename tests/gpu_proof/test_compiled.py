@@ -74,6 +74,47 @@ def test_attention_of_float32_does_not_spill(capability: int, group: int, dim: i
     check_attention(group, dim, capability, is_wide=is_wide, kind="fp32")
 
 
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize(
+    ("group", "dim", "options"),
+    [
+        (4, 128, {}), (4, 64, {}), (3, 80, {}), (4, 96, {}), (4, 128, {"kind": "fp16"}),
+        (4, 128, {"stored": 1}),
+    ],
+)  # fmt: skip
+def test_a_query_has_the_same_bits_in_tiles_of_both_sizes(
+    capability: int, group: int, dim: int, options: dict[str, Any]
+) -> None:
+    """A tall tile repeats the instructions of a short one for its other rows, in the same layout of numbers in threads.
+
+    One operation, of numbers that all rows share, is not repeated.
+    """
+    from workers.forward.triton.attention import launch_of
+    from workers.forward.triton.tiles import tall_tile
+
+    tall = tall_tile(group, dim)
+    launch = launch_of(group, dim, is_wide=False, capability=capability, kind=options.get("stored", 0))
+    short, long, both = (
+        assembled_attention(launch, group, dim, capability, is_wide=False, tile=tile, short=least, **options)
+        for tile, least in ((tall // 2, tall // 2), (tall, tall), (tall, tall // 2))
+    )
+    assert {layout_of(one) for one in short.sums} == {layout_of(one) for one in long.sums}
+    assert long.sums | short.sums == both.sums
+    assert long.tensor_products == 2 * short.tensor_products
+    assert long.fused in {2 * short.fused - 1, 2 * short.fused}
+    assert both.fused == short.fused + long.fused
+    assert both.spilled_bytes == 0, both
+    assert both.registers <= (launch.registers or MOST_REGISTERS)
+    assert both.shared_bytes <= MOST_SHARED
+    assert both.tensor_products == 3 * short.tensor_products
+
+
+def layout_of(summed: str) -> str:
+    """How the numbers of a sum lie in the threads, without the number of rows."""
+    size, layout = summed.split(": ", 1)
+    return f"{size.partition('x')[2]}: {layout}"
+
+
 def check_attention(group: int, dim: int, capability: int, *, is_wide: bool, **options: Any) -> None:
     """Compile the kernel as it is launched, and check what it takes."""
     from workers.forward.triton.attention import launch_of
@@ -125,10 +166,10 @@ def assembled_attention(
     )
     numbers += ("value_slot", "value_head", "output_token", "output_head", "scale_slot")
     pointers |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
-    width = next_power_of_two(dim)
+    width, short = next_power_of_two(dim), max(1, 16 // next_power_of_two(group))
     constants = {
         "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": next_power_of_two(group),
-        "TILE": max(tile, 16 // next_power_of_two(group)),
+        "TILE": max(tile, short), "SHORT": options.get("short", max(tile, short)),
         "WORDS": options.get("words", int(not is_wide)), "DIM": dim, "WIDTH": width, "SIZE": 16,
         "KEY_TILE": launch.keys, "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "HAS_CAP": extra, "HAS_SINKS": extra,
         "EXACT": kind == "fp32", "KIND": stored, "IS_LATENT": bool(more), "MORE": more, "MORE_WIDTH": max(16, more),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gpu_proof.assembler import assembled, compiled_ahead, next_power_of_two
-from workers.forward.triton.tiles import narrow_tile
+from workers.forward.triton.tiles import window_tile
 
 pytestmark = compiled_ahead()
 
@@ -27,7 +27,7 @@ def test_windows_are_attended_to_without_spills(group: int, dim: int, value_dim:
 
     tile = next_power_of_two(group)
     constants: dict[str, Any] = {
-        "HEADS": 8 * group, "GROUP": group, "GROUP_TILE": tile, "TILE": max(narrow_tile(group, dim), 16 // tile),
+        "HEADS": 8 * group, "GROUP": group, "GROUP_TILE": tile, "TILE": max(window_tile(group, dim), 16 // tile),
         "DIM": dim, "WIDTH": next_power_of_two(dim), "VALUE_DIM": value_dim,
         "VALUE_WIDTH": next_power_of_two(value_dim), "KEY_TILE": windows.keys_of(dim), "IS_ALIGNED": True,
     }  # fmt: skip

@@ -21,7 +21,7 @@ from torch.nn import functional
 from workers.forward.backends.base import PackedPlan, with_whole_heads
 from workers.forward.graph_sizes import DraftingSize
 from workers.forward.native.window_layers import WindowPiece
-from workers.forward.triton.tiles import SPLIT_KEYS, WindowTiles, narrow_tile
+from workers.forward.triton.tiles import SPLIT_KEYS, WindowTiles, window_tile
 from workers.transfer import (
     StepArray,
     joined,
@@ -253,7 +253,7 @@ def _padded(array: StepArray, rows: int, padding: int | Sequence[int]) -> StepAr
 
 
 def _tile_of(heads: WindowHeads) -> int:
-    return narrow_tile(heads.heads // heads.kv_heads, heads.width)
+    return window_tile(heads.heads // heads.kv_heads, heads.width)
 
 
 def plan_tiles(

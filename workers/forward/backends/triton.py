@@ -31,7 +31,18 @@ from workers.forward.backends.base import (
 from workers.forward.graph_sizes import WORD, GraphSize
 from workers.forward.layout import RowShape, StepRows, blocks_read
 from workers.forward.projections import Projections
-from workers.forward.triton.tiles import NO_QUERY, Blocks, Queries, most_splits, narrow_tile, padded_width, wide_tile
+from workers.forward.triton.tiles import (
+    HOPPER,
+    NO_QUERY,
+    Blocks,
+    Queries,
+    capability_of,
+    most_splits,
+    narrow_tile,
+    padded_width,
+    tall_tile,
+    wide_tile,
+)
 from workers.kv.eight_bits import STORED_TYPES
 from workers.kv.groups import AttentionWindow
 from workers.transfer import IntegerArray, StepArray, to_device_together
@@ -107,7 +118,15 @@ class TritonBackend(AttentionBackend[TritonStep]):
             wide_tile(one.heads_per_kv // (groups or 1), one.value_dim)
             for one, groups in zip(layers, self._groups, strict=True)
         )
-        narrow = min(narrow_tile(one.heads_per_kv, one.value_dim) for one in layers)
+        # Others are not proved to have the same bits in tiles of both sizes, or would move registers to memory.
+        is_proved = (
+            capability_of(self._device) >= HOPPER
+            and setting.store.stored in {None, torch.int8}
+            and (setting.dtype is not torch.float32 or self._device.type != "cuda")
+            and not any(one.soft_cap or one.has_learned_sinks for one in layers)
+        )
+        tile_of = tall_tile if is_proved else narrow_tile
+        narrow = min(tile_of(one.heads_per_kv, one.value_dim) for one in layers)
         self._narrow_tile = 1 if any(self._groups) else narrow
         self._split_bytes = _FLOAT_BYTES * max(
             one.kv_heads * one.heads_per_kv * (padded_width(one.value_dim) + 2) for one in layers

@@ -12,14 +12,23 @@ The module needs the package `triton`; only `workers.forward.backends.triton` an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from workers.forward.triton.eight_bits import AS_IT_IS, StoredLayer, scaled, widened
-from workers.forward.triton.tiles import NO_QUERY, SPLIT_KEYS, Blocks, Queries, padded_width
+from workers.forward.triton.tiles import (
+    HOPPER,
+    LEAST_ROWS,
+    NO_QUERY,
+    SPLIT_KEYS,
+    Blocks,
+    Queries,
+    capability_of,
+    padded_width,
+    short_tile,
+)
 
 _KEY_NUMBERS, _MOST_KEYS = 8192, 64
 """Numbers of the keys of one iteration, and most keys: 64 of 128 numbers, 32 of 256. More would not fit registers."""
@@ -39,7 +48,6 @@ _PROGRAMS, _LEAST_IN_TURN = 2048, 8
 """Programs of a launch beyond which one computes several splits of its row in turn, and how many share a row at least.
 In a graph there are as many splits as the longest row may have, and launching those without keys would take longer than
 computing the others."""
-_HOPPER = 90
 _WORD, _NO_QUERY = tl.constexpr(64), tl.constexpr(NO_QUERY)
 _FURTHEST = tl.constexpr(1 << 30)
 """Beyond the positions of every key."""
@@ -81,22 +89,13 @@ def launch_of(
     # Padded heads take more registers: they have half as many keys.
     keys = max(16, min(_MOST_KEYS, _KEY_NUMBERS // width // (1 if dim == width else 2)))
     if is_wide:
-        return Launch(keys if capability >= _HOPPER else min(keys, 32), 4 if dim > 64 else 8, 3, None)
+        return Launch(keys if capability >= HOPPER else min(keys, 32), 4 if dim > 64 else 8, 3, None)
     warps = 8 if dim > 128 else 4
     if kind != AS_IT_IS:
         return Launch(max(16, keys // 2), warps, 3, _MOST_REGISTERS_WIDENING)
-    if triton.next_power_of_2(group) >= (_MANY_HEADS if capability >= _HOPPER else _MANY_HEADS // 2):
+    if triton.next_power_of_2(group) >= (_MANY_HEADS if capability >= HOPPER else _MANY_HEADS // 2):
         keys = min(keys, _KEYS_OF_MANY)
     return Launch(keys, warps, 3, _MOST_REGISTERS)
-
-
-@lru_cache
-def _capability(device: torch.device) -> int:
-    """The compute capability, and Hopper's where kernels are interpreted."""
-    if device.type != "cuda":
-        return _HOPPER
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def paged_attention(
@@ -129,7 +128,8 @@ def paged_attention(
     if latent_groups is not None:
         kv_heads = latent_groups
     group = heads // kv_heads
-    width = padded_width(dim)
+    width, group_tile = padded_width(dim), triton.next_power_of_2(group)
+    tile = max(plan.tile, LEAST_ROWS // group_tile)
     tiles = len(plan.items) * kv_heads
     shape = (plan.splits, len(plan.tokens), heads)
     sums = torch.empty((1,) if plan.is_wide else (*shape, width), dtype=torch.float32, device=queries.device)
@@ -138,7 +138,7 @@ def paged_attention(
         group,
         dim,
         is_wide=plan.is_wide,
-        capability=_capability(queries.device),
+        capability=capability_of(queries.device),
         kind=stored.kind,
         has_latents=latent_groups is not None,
         is_exact=queries.is_cuda and queries.dtype == torch.float32,  # interpreted, many small tiles take long
@@ -151,8 +151,8 @@ def paged_attention(
         scale, soft_cap or 0.0, window, sinks, len(plan.tokens), read.blocks.shape[1], plan.splits,
         queries.stride(0), queries.stride(1), keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
         output.stride(0), output.stride(1), stored.scale_slot,
-        HEADS=heads, GROUP=group, GROUP_TILE=triton.next_power_of_2(group),
-        TILE=max(plan.tile, 16 // triton.next_power_of_2(group)),  # a product has at least 16 rows
+        HEADS=heads, GROUP=group, GROUP_TILE=group_tile, TILE=tile,
+        SHORT=tile if plan.is_wide else short_tile(group_tile, tile),
         WORDS=plan.words.shape[1], DIM=dim, WIDTH=width, IS_LATENT=latent_groups is not None, MORE=more,
         MORE_WIDTH=padded_width(max(1, more)), SIZE=size, KEY_TILE=launch.keys,
         SPLIT=SPLIT_KEYS, IS_SPLIT=not plan.is_wide,
@@ -169,14 +169,51 @@ def attend_tiles(
     items, tokens, lasts, positions, words, starts, blocks, order, counts, key_scales, value_scales,
     scale, soft_cap, window, sinks, query_count, most_blocks, splits,
     query_token, query_head, key_slot, key_head, value_slot, value_head, output_token, output_head, scale_slot,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr, SHORT: tl.constexpr,
     WORDS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
     SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, EXACT: tl.constexpr,
     KIND: tl.constexpr, IS_LATENT: tl.constexpr, MORE: tl.constexpr, MORE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, one KV head and some splits of the keys: an online softmax over the row's blocks in each."""
+    """One tile of queries, one KV head and some splits of the keys. Up to `SHORT` queries have half as many products.
+
+    A query has the same bits in both kinds of tile: the same instructions multiply its numbers, and the same threads
+    add them in the same order, as the compiled code shows (`tests/gpu_proof/test_compiled.py`).
+    """
+    own = items + 3 * tl.program_id(0)
+    is_short = False
+    if SHORT < TILE:
+        is_short = tl.load(own + 2) <= SHORT
+    if is_short:
+        attend_tile(
+            queries, keys, values, output, sums, stats, arrivals, sink_logits, own, tokens, lasts, positions, words,
+            starts, blocks, order, counts, key_scales, value_scales, scale, soft_cap, window, sinks, query_count,
+            most_blocks, splits, query_token, query_head, key_slot, key_head, value_slot, value_head, output_token,
+            output_head, scale_slot, HEADS, GROUP, GROUP_TILE, SHORT, True, WORDS, DIM, WIDTH, SIZE, KEY_TILE, SPLIT,
+            IS_SPLIT, HAS_CAP, HAS_SINKS, EXACT, KIND, IS_LATENT, MORE, MORE_WIDTH,
+        )  # fmt: skip
+    else:
+        attend_tile(
+            queries, keys, values, output, sums, stats, arrivals, sink_logits, own, tokens, lasts, positions, words,
+            starts, blocks, order, counts, key_scales, value_scales, scale, soft_cap, window, sinks, query_count,
+            most_blocks, splits, query_token, query_head, key_slot, key_head, value_slot, value_head, output_token,
+            output_head, scale_slot, HEADS, GROUP, GROUP_TILE, TILE, SHORT == TILE, WORDS, DIM, WIDTH, SIZE, KEY_TILE,
+            SPLIT, IS_SPLIT, HAS_CAP, HAS_SINKS, EXACT, KIND, IS_LATENT, MORE, MORE_WIDTH,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_tile(
+    queries, keys, values, output, sums, stats, arrivals, sink_logits,
+    own, tokens, lasts, positions, words, starts, blocks, order, counts, key_scales, value_scales,
+    scale, soft_cap, window, sinks, query_count, most_blocks, splits,
+    query_token, query_head, key_slot, key_head, value_slot, value_head, output_token, output_head, scale_slot,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_TILE: tl.constexpr, TILE: tl.constexpr, HOLDS_WORDS: tl.constexpr,
+    WORDS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
+    SPLIT: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, EXACT: tl.constexpr,
+    KIND: tl.constexpr, IS_LATENT: tl.constexpr, MORE: tl.constexpr, MORE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of up to `TILE` queries: an online softmax over the row's blocks in each split."""
     item, kv_head = tl.program_id(0), tl.program_id(1)
-    own = items + 3 * item
     row, query, is_query, head = queries_of_tile(own, kv_head, GROUP, GROUP_TILE, TILE)
     token = tl.load(tokens + query, mask=is_query, other=0).to(tl.int64)
     last = tl.load(lasts + query, mask=is_query, other=_NO_QUERY)
@@ -209,7 +246,8 @@ def attend_tiles(
         first_tile = without_gap(begin // KEY_TILE, tiles_before, tiles_out)
         end_tile = without_gap((split_end + KEY_TILE - 1) // KEY_TILE, tiles_before, tiles_out)
         for tile in range(first_tile, end_tile):
-            key = with_gap(tile, tiles_before, tiles_out) * KEY_TILE + tl.arange(0, KEY_TILE)
+            first_key = with_gap(tile, tiles_before, tiles_out) * KEY_TILE
+            key = first_key + tl.arange(0, KEY_TILE)
             is_read = (key < split_end) & ((key < gap) | (key >= gap_end))
             block = row * most_blocks + key // SIZE - tl.where(key < gap, 0, left_out)
             slot = (tl.load(blocks + block, mask=is_read, other=0) * SIZE + key % SIZE).to(tl.int64)
@@ -221,7 +259,11 @@ def attend_tiles(
             products = scaled(products * scale, key_scales + stored_head, slot * scale_slot, is_read, KIND)
             if HAS_CAP:
                 products = soft_cap * tanh(products / soft_cap)
-            word = words_of(words, query, is_query, key, start, WORDS) if WORDS > 1 else first_word
+            word = first_word
+            if WORDS > 1:
+                word = words_of(words, query, is_query, key, start, WORDS)
+            elif WORDS > 0 and not HOLDS_WORDS:
+                word = late_word(words, query, is_query, first_key + KEY_TILE, start)
             sees = sees_keys(word, last, before, key, is_read, start, sinks, WORDS)
             weights, shrink, most = weighed(tl.where(sees, products, float("-inf")), most)
             total = total * shrink + tl.sum(weights, axis=1)
@@ -321,6 +363,12 @@ def other_products(
 def tanh(value):
     """The hyperbolic tangent."""
     return 1.0 - 2.0 / (tl.exp(2.0 * value) + 1.0)
+
+
+@triton.jit
+def late_word(words, query, is_query, key_end, start):
+    """The only word of each query, loaded where a key may have a bit in it: held before, it would take registers."""
+    return tl.load(words + query, mask=tl.where(is_query, key_end, 0) > start, other=0)[:, None]
 
 
 @triton.jit

@@ -6,6 +6,7 @@ These are plain tensors, so a step is planned without the package `triton`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -21,9 +22,15 @@ MOST_NORMALIZED = 4
 _WIDE_ROWS, _MOST_NUMBERS = 64, 8192
 """Rows of the products of wide tiles, queries times the heads that share a KV head, and most numbers of their results:
 64 rows of 128 numbers, 32 of 256. More would not fit registers."""
+LEAST_ROWS = 16
+"""Rows of a product on tensor cores, at least."""
 _NARROW_QUERIES, _NARROW_ROWS, _NARROW_NUMBERS = 4, 32, 4096
-"""Most queries of a narrow tile, and most rows of its products and numbers of their results, unless one query has more.
-More would not leave room for other programs beside it."""
+"""Most queries of a narrow tile, unless the fewest rows of its products hold more, and most rows of its products and
+numbers of their results, unless one query has more. More would not leave room for other programs beside it."""
+_TALL_QUERIES, _TALL_GROUP, _TALL_WIDTH = 8, 4, 128
+"""Queries of a tall tile, and the padded numbers of heads and most numbers of a head for which it is proved."""
+HOPPER = 90
+"""The compute capability of Hopper."""
 
 
 def wide_tile(heads_per_kv: int, head_dim: int) -> int:
@@ -35,7 +42,38 @@ def wide_tile(heads_per_kv: int, head_dim: int) -> int:
 def narrow_tile(heads_per_kv: int, head_dim: int) -> int:
     """Queries of a tile of a row of up to 64 tokens, a power of two."""
     group, width = (1 << (number - 1).bit_length() for number in (heads_per_kv, head_dim))
-    return max(1, min(_NARROW_QUERIES, min(_NARROW_ROWS, _NARROW_NUMBERS // width) // group))
+    most = max(_NARROW_QUERIES, LEAST_ROWS // group)
+    return max(1, min(most, min(_NARROW_ROWS, _NARROW_NUMBERS // width) // group))
+
+
+def tall_tile(heads_per_kv: int, head_dim: int) -> int:
+    """Queries of a tile of a row of 5 to 64 tokens, where such a row may have larger tiles than others.
+
+    Eight tokens of four heads then read the keys once. From Hopper on, registers hold what these tiles need, without
+    soft caps, learned sinks and numbers of E4M3.
+    """
+    group, width = (1 << (number - 1).bit_length() for number in (heads_per_kv, head_dim))
+    is_proved = group == _TALL_GROUP and width <= _TALL_WIDTH
+    return _TALL_QUERIES if is_proved else narrow_tile(heads_per_kv, head_dim)
+
+
+def short_tile(group: int, tile: int) -> int:
+    """Up to how many queries of a narrow tile have the fewest products. `group` is the padded number of heads."""
+    return LEAST_ROWS // group if group == _TALL_GROUP and tile == _TALL_QUERIES else tile
+
+
+def window_tile(heads_per_kv: int, head_dim: int) -> int:
+    """Queries of a tile over the window of a drafting module, a power of two."""
+    return min(_NARROW_QUERIES, narrow_tile(heads_per_kv, head_dim))
+
+
+@lru_cache
+def capability_of(device: torch.device) -> int:
+    """The compute capability, 90 for Hopper, and that one where kernels are interpreted or counted."""
+    if device.type != "cuda":
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def most_splits(blocks: int, size: int, window: AttentionWindow) -> int:
