@@ -228,8 +228,7 @@ def attend_tile(
     first_word = tl.load(words + query * WORDS, mask=is_query & (WORDS > 0), other=0)[:, None]
     # A tile ends at the last position that one of its queries sees: what is stored behind may be anything.
     end = 1 + tl.max(tl.maximum(last, last_node(words, query, is_query, start, WORDS)), axis=0)
-    # Between the blocks of the sinks and those of the window, blocks are left out: tiles of keys and splits without a
-    # key are passed over, but all begin at the same positions in every step.
+    # Tiles of keys and splits without a key are passed over, but all begin at the same positions in every step.
     left_out = blocks_left_out(counts + row, order + row * most_blocks)
     gap = (sinks + SIZE - 1) // SIZE * SIZE
     gap_end = gap + left_out * SIZE
@@ -259,10 +258,8 @@ def attend_tile(
             products = scaled(products * scale, key_scales + stored_head, slot * scale_slot, is_read, KIND)
             if HAS_CAP:
                 products = soft_cap * tanh(products / soft_cap)
-            word = first_word
-            if WORDS > 1:
-                word = words_of(words, query, is_query, key, start, WORDS)
-            elif WORDS > 0 and not HOLDS_WORDS:
+            word = words_of(words, query, is_query, key, start, WORDS) if WORDS > 1 else first_word
+            if WORDS == 1 and not HOLDS_WORDS:
                 word = late_word(words, query, is_query, first_key + KEY_TILE, start)
             sees = sees_keys(word, last, before, key, is_read, start, sinks, WORDS)
             weights, shrink, most = weighed(tl.where(sees, products, float("-inf")), most)
