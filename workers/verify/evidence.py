@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,7 @@ class EvidenceCollector:
             return
         if self.ranked(rows) and 0 < len(logits) <= _MOST_RANKED:
             found = self._decider.most_probable(logits, self._section.top)
-            ranked = copies.add(logits[:0] if found is None else found)
-            self._ranked = lambda row: ranked()[owns[row].start :]
+            self._ranked = partial(_ranked_from, owns, None if found is None else copies.add(found))
         hidden = self._all_recorded()
         if hidden is not None and hidden.numel() * hidden.element_size() <= _MOST_SHOWN_BYTES:
             self._shown = copies.add(hidden.view(torch.int16))
@@ -203,6 +203,11 @@ class EvidenceCollector:
             parts = (taps[first : first + _MOST_FUSED] for first in range(0, len(taps), _MOST_FUSED))
             self._fused = torch.cat([self._fuse(part).bfloat16() for part in parts])
         return self._fused
+
+
+def _ranked_from(owns: Sequence[range], ranked: Callable[[], HostArray] | None, row: int) -> HostArray:
+    """The most probable tokens at the decisions from those of a row on; none on a rank that has none."""
+    return np.empty(0, dtype=np.int64) if ranked is None else ranked()[owns[row].start :]
 
 
 def _add(verdicts: dict[SequenceId, Verdict], sequence_id: SequenceId, **found: Any) -> None:

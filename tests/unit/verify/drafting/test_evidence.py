@@ -22,6 +22,7 @@ from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.sampling.acceptance import Accepted
+from workers.transfer import HostCopies
 from workers.verify import evidence
 from workers.verify.decider import LocalDecider
 from workers.verify.evidence import EvidenceCollector
@@ -126,6 +127,30 @@ def test_hidden_states_and_probable_tokens_of_all_rows_are_copied_from_a_gpu_at_
         assert torch.equal(_values(one), _values(other))
         assert one.top == other.top
     assert [len(one.top) for one in sent if one is not None] == [1, 3, 2]
+
+
+class OtherRank(LocalDecider):
+    """Decides on a rank that is not the first."""
+
+    def most_probable(self, logits: torch.Tensor, count: int) -> torch.Tensor | None:
+        return None
+
+
+def test_ranks_without_the_most_probable_tokens_copy_none_whatever_the_type_of_their_logits(
+    runner: ModelRunner,
+) -> None:
+    """Only the first rank ranks tokens. Logits on a GPU are usually bfloat16, which NumPy does not have."""
+    found = EvidenceCollector(EvidenceSection(top=2, is_sent=True), runner, OtherRank(), False)
+    tree = TokenTree((3, 4, 5), (-1, -1, 1))
+    rows = [VerifyRow(SequenceId(name), len(TOKENS), TOKENS, tree) for name in "ab"]
+    logits, copies = torch.zeros(8, 9, dtype=torch.bfloat16), HostCopies()
+    decisions = copies.add(torch.arange(8))
+    with OnGpu() as gpu:
+        found.launch(rows, [range(4), range(4, 8)], logits, copies)
+        assert decisions().tolist() == list(range(8))
+        sent = _collected(found, rows, [Accepted((), (4,)), Accepted((1, 2), (4, 5, 6))], (), logits)
+    assert gpu.waits == ["copies"]
+    assert [one and one.top for one in sent] == [(), ()]
 
 
 def _collected(
