@@ -210,6 +210,15 @@ class NextTokens:
         """For each token of the vocabulary, 1 if it may follow `forced` and 0 if not; empty: nothing is known."""
         return self.allowed if self.listed is None else self.listed.mask()
 
+    def below(self, size: int | None) -> NextTokens:
+        """What is known before the first forced token from `size` on, which a drafter with so many tokens cannot read.
+
+        `None` is a drafter that reads all tokens.
+        """
+        if size is None or max(self.forced, default=-1) < size:
+            return self
+        return NextTokens(self.forced[: next(place for place, token in enumerate(self.forced) if token >= size)])
+
 
 ANY_TOKENS = NextTokens()
 """Nothing is known, or there is no grammar."""

@@ -37,9 +37,10 @@ class DrafterHarness:
         blocks: int = 100,
         confidences: Sequence[float] = CONFIDENCES,
         lookup: Literal["off", "on"] = "off",
+        vocabulary_size: int | None = None,
         **changes: int,
     ) -> None:
-        self.expander = FakeExpander(blocks, confidences)
+        self.expander = FakeExpander(blocks, confidences, vocabulary_size)
         self.now = 0.0
         settings = (LookupSettings if lookup == "on" else ExpansionSettings)(mode=mode, **changes)
         draft = DraftSection(max_nodes=16, max_depth=8)

@@ -68,10 +68,12 @@ class FakeExpander:
 
     max_context_len = 1000
 
-    def __init__(self, blocks: int = 100, confidences: Sequence[float] = CONFIDENCES) -> None:
+    def __init__(
+        self, blocks: int = 100, confidences: Sequence[float] = CONFIDENCES, vocabulary_size: int | None = None
+    ) -> None:
         self._memory = FakeMemory(blocks)
         self._confidences = confidences
-        self.vocabulary_size: int | None = None
+        self.vocabulary_size = vocabulary_size
         self.passes: list[list[int]] = []
         """Number of tokens of each row, for each pass."""
         self.failing = False
@@ -87,6 +89,7 @@ class FakeExpander:
         assert len({id(row.table) for row in rows}) == len(rows)
         for row in rows:  # as in a forward pass, all rows write before any row reads
             assert row.tokens
+            assert self.vocabulary_size is None or max(row.tokens) < self.vocabulary_size
             self.memory.write(row.table, row.tokens)
         found: list[tuple[DraftedToken, ...]] = []
         for row in rows:

@@ -124,7 +124,7 @@ class Sessions(Generic[SessionType]):
             held = 0 if session is None else len(session.tokens)
             return RowFault(RowFaultCode.OUT_OF_SYNC, f"{held} tokens are stored, not {row.known_len}", held)
         session.replace(row.known_len, row.new_tokens)
-        session.next_tokens = row.next_tokens
+        session.next_tokens = row.next_tokens.below(self._vocabulary_size)
         self._sessions.move_to_end(row.sequence_id)
         return session
 

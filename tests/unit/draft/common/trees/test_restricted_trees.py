@@ -61,6 +61,15 @@ def test_tokens_that_are_allowed_alone_are_drafted_and_the_model_goes_on_after_t
     assert harness.expander.memory.blocks_held == 0
 
 
+@pytest.mark.parametrize("forced", [(VOCABULARY,), (0, VOCABULARY, 1)])
+@pytest.mark.parametrize("mode", ["serial", "enumerate"])
+def test_a_token_that_the_model_does_not_have_does_not_go_through_it(mode: str, forced: tuple[int, ...]) -> None:
+    harness = DrafterHarness(mode, vocabulary_size=VOCABULARY)
+    found = propose(harness, known(forced))
+    harness.run_ahead()
+    assert first_tokens(found) == ({forced[0]} if forced[0] < VOCABULARY else set(ranked(PROMPT)))
+
+
 def test_the_next_tokens_are_free_again_once_they_are_committed(serial: DrafterHarness) -> None:
     best, second, _ = ranked(PROMPT)
     propose(serial, known(allowed=(second,)))
