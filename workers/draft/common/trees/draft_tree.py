@@ -158,10 +158,7 @@ class DraftTree:
             child = known.get(token) or self._add_child(node, token, call)
             child.rank, child.confidence = rank, confidence
         node.children.sort(key=lambda child: len(candidates) if child.rank is None else child.rank)
-        estimate_children(node, self.calibration, self.is_greedy)
-        if node.length - self.root.length < len(self.next_tokens.forced):
-            for child in node.children:  # the only one
-                child.probability, child.path_probability = 1.0, node.path_probability
+        self._estimate_children(node)
         if known:
             node.update_path_probabilities()
         for child in node.children:
@@ -209,6 +206,13 @@ class DraftTree:
         self.nodes.append(child)
         return child
 
+    def _estimate_children(self, node: DraftNode) -> None:
+        """Set the probabilities of the children below a node. A token that is allowed alone is sure to be taken."""
+        estimate_children(node, self.calibration, self.is_greedy)
+        if node.length - self.root.length < len(self.next_tokens.forced):
+            for child in node.children:  # the only one
+                child.probability, child.path_probability = 1.0, node.path_probability
+
     def _extend(self, node: DraftNode, call: int) -> None:
         """Add a chain of looked-up tokens below `node`: each followed the path before it earlier in the text."""
         if self._look_up is None or not self._may_extend(node):
@@ -224,7 +228,7 @@ class DraftTree:
             had_children = bool(node.children)
             child = node.child(token) or self._add_child(node, token, call)
             child.match_length = match_length
-            estimate_children(node, self.calibration, self.is_greedy)
+            self._estimate_children(node)
             if had_children:
                 node.update_path_probabilities()
             path.append(token)

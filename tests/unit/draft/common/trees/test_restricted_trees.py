@@ -61,6 +61,15 @@ def test_tokens_that_are_allowed_alone_are_drafted_and_the_model_goes_on_after_t
     assert harness.expander.memory.blocks_held == 0
 
 
+def test_a_token_that_is_allowed_alone_is_sure_where_the_text_has_it_too() -> None:
+    harness = DrafterHarness(lookup="on")
+    repeated = (1, 2, 3, 1, 2)
+    harness.propose("a", *repeated, budget=ROOMY)
+    found = propose(harness, known((3,)), repeated)
+    assert found.tree.tokens[0] == 3
+    assert found.probabilities[0] == 1.0
+
+
 @pytest.mark.parametrize("forced", [(VOCABULARY,), (0, VOCABULARY, 1)])
 @pytest.mark.parametrize("mode", ["serial", "enumerate"])
 def test_a_token_that_the_model_does_not_have_does_not_go_through_it(mode: str, forced: tuple[int, ...]) -> None:
