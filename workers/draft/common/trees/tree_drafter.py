@@ -82,7 +82,7 @@ class TreeDrafter:
         for row, session in self._sessions.update(rows, proposals):
             self._prepare(session)
             session.commit_times.record(len(session.tokens), now, self._cost)
-            if session.next_tokens is not ANY_TOKENS:
+            if session.next_tokens != ANY_TOKENS:  # one that was received is another object
                 session.tree.restrict(session.next_tokens, self._calls)
             session.tree.extend_by_lookup(self._calls)
             max_context_len = self._expander.max_context_len

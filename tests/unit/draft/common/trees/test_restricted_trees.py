@@ -79,6 +79,16 @@ def test_a_token_that_the_model_does_not_have_does_not_go_through_it(mode: str, 
     assert first_tokens(found) == ({forced[0]} if forced[0] < VOCABULARY else set(ranked(PROMPT)))
 
 
+def test_a_row_without_a_grammar_that_was_received_changes_no_tree() -> None:
+    harness = DrafterHarness(confidences=())
+    harness.propose(budget=ROOMY)
+    harness.expander.passes.clear()
+    assert NextTokens() is not ANY_TOKENS
+    propose_again = DraftRow(SequenceId("a"), len(PROMPT), (), ROOMY, next_tokens=NextTokens())
+    harness.drafter.propose([propose_again])
+    assert not harness.expander.passes
+
+
 def test_the_next_tokens_are_free_again_once_they_are_committed(serial: DrafterHarness) -> None:
     best, second, _ = ranked(PROMPT)
     propose(serial, known(allowed=(second,)))
