@@ -201,7 +201,8 @@ def load_target(configuration: Configuration) -> Any:
     try:
         config = AutoConfig.from_pretrained(section.path)
         family: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model: Any = load_complete(family, Path(section.path), dtype=DTYPES[section.dtype], use_safetensors=True)
+        options: dict[str, Any] = {"dtype": DTYPES[section.dtype], "use_safetensors": True}
+        model: Any = load_complete(family, Path(section.path), dequantizes=True, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"transformers cannot load {section.path!r}: {error}") from error
     if torch.cuda.is_available() and section.device != "cpu":

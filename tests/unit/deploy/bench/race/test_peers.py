@@ -22,8 +22,9 @@ from deploy.bench.contestants.peers import (
     load_assistant,
     load_target,
 )
+from deploy.bench.measuring.competitors import BenchSettings
 from deploy.bench.measuring.measures import committed_per_step
-from tests.support.models import tiny
+from tests.support.models import quantized, tiny
 from tests.support.models.plain_generation import write_alone
 from workers.distill.seq2seq_data import decoder_start
 from workers.distill.seq2seq_student import make_seq2seq_student
@@ -52,6 +53,22 @@ def target_tokens(directory: Path) -> list[tuple[int, ...]]:
     model = load_target(Configuration(target=TargetSection(path=str(directory), device="cpu")))
     whole = [write_alone(model, prompt, SamplingParameters(temperature=0.0), TOKENS) for prompt in PROMPTS]
     return [tokens[: tokens.index(END) + 1] if END in tokens else tokens for tokens in whole]
+
+
+def test_a_target_that_stays_as_it_is_stored_is_dequantized_for_peers(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No library of its format is needed."""
+    monkeypatch.setenv("PILOTFISH_CACHE_DIR", str(tmp_path / "cache"))
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
+    quantized.save(directory, tmp_path / "awq", quantized.awq(16), settings)
+    assignments = (f"target.path={tmp_path / 'awq'}", "target.device=cpu")
+    plain = BenchSettings(None, assignments).plain().configuration
+    assert plain.target.quantization == "stored"
+    copy = BenchSettings(None, (*assignments, "target.quantization=none")).plain().configuration
+    found, expected = (load_target(one).state_dict() for one in (plain, copy))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(values, expected[name]) for name, values in found.items())
 
 
 @pytest.mark.parametrize(("method", "batch"), [(GENERATE, 1), (GENERATE, 2), (PROMPT_LOOKUP, 1), (ASSISTED, 1)])
