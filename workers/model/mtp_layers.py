@@ -20,7 +20,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from cluster.core.errors import shorten
 from workers.model.formats.checkpoint import Checkpoint
-from workers.model.stored.fp8 import Fp8
 from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint
 from workers.model.target_ends import read_config
 
@@ -140,10 +139,10 @@ def load_mtp_layer(
     size = int(config.hidden_size)
     found: dict[str, Any] = {}
     for part, name in parts.items():
-        wanted = (size, 2 * size) if part == "projection" else (size,)
-        if checkpoint.sizes[name] != wanted:
-            checkpoint.fail(f"{name} must be {list(wanted)}, not {list(checkpoint.sizes[name])}")
-        found[part] = read(name) if part == "projection" else _norm(type(decoder.norm), config, read(name))
+        wanted, values = (size, 2 * size) if part == "projection" else (size,), read(name)
+        if tuple(values.shape) != wanted:
+            checkpoint.fail(f"{name} must be {list(wanted)}, not {list(values.shape)}")
+        found[part] = values if part == "projection" else _norm(type(decoder.norm), config, values)
     if _is_hidden_first(layout, config):
         found["projection"] = found["projection"].roll(size, dims=1)
     block.eval().requires_grad_(False)
@@ -201,14 +200,10 @@ def _check_body(body: Checkpoint, family: PreTrainedConfig) -> None:
 
 
 def _quantized(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
-    """The reader of a checkpoint of 8-bit floats; `None` for plain weights. Raises `ModelLoadError` for other ones."""
-    key = "quantization_config"
-    if checkpoint.config.get(key) is None:
+    """The reader of quantized weights; `None` for plain ones. Raises `ModelLoadError` for a format that is not read."""
+    if checkpoint.config.get("quantization_config") is None:
         return None
-    found = QuantizedCheckpoint(checkpoint.directory)
-    if not isinstance(found.format, Fp8):
-        checkpoint.refuse(key, "the layer for multi-token prediction must be plain or in FP8")
-    return found
+    return QuantizedCheckpoint(checkpoint.directory)
 
 
 def _own_tensors(
@@ -230,11 +225,10 @@ def _own_tensors(
         known = "; ".join(f"{one.families} store it as {prefix}*" for one, prefix in prefixes.items())
         checkpoint.fail(f"it has no layer for multi-token prediction, which draft.method=mtp needs; {known}")
     prefix = prefixes[layout]
-    names = {
-        one.removeprefix(prefix): one
-        for one in checkpoint.sizes
-        if one.startswith(prefix) and (quantized is None or quantized.matrix_of(one) in (None, one))
-    }
+    own = [one for one in checkpoint.sizes if one.startswith(prefix)]
+    if quantized is not None:
+        own = [quantized.matrix_of(one) or one for one in own]
+    names = {one.removeprefix(prefix): one for one in own}
     missing = sorted(layout.parts.keys() - names.keys())
     if missing:
         checkpoint.fail(f"its layer for multi-token prediction lacks {', '.join(prefix + one for one in missing)}")

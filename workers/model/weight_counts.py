@@ -81,7 +81,7 @@ def count_mtp_layer(directory: Path) -> int:
 
     Raises `ModelLoadError`.
     """
-    shapes, of_model = tensor_shapes(directory), _computed(directory)
+    shapes, of_model = _parameter_shapes(directory), _computed(directory)
     copies = (*_TOKEN_EMBEDDINGS, "shared_head.head.weight")
     used = [shape for name, shape in shapes.items() if name not in of_model and not name.endswith(copies)]
     head = next((shape for name, shape in shapes.items() if name.endswith((*_HEADS, *_TOKEN_EMBEDDINGS))), ())
@@ -130,15 +130,19 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _parameter_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter in a directory, quantized or not. Raises `ModelLoadError`."""
+    settings = quantization_of(directory)
+    is_packed = settings is not None and str(settings.get("quant_method")) in FORMATS
+    return QuantizedCheckpoint(directory).shapes() if is_packed else tensor_shapes(directory)
+
+
 def _computed(directory: Path) -> dict[str, tuple[int, ...]]:
     """The tensors that a model computes with: not those of layers that predict several tokens for drafts.
 
     Such layers have names of their own, or are numbered after the last decoder layer. Raises `ModelLoadError`.
     """
-    settings = quantization_of(directory)
-    is_packed = settings is not None and str(settings.get("quant_method")) in FORMATS
-    shapes = QuantizedCheckpoint(directory).shapes() if is_packed else tensor_shapes(directory)
-    shapes = {name: shape for name, shape in shapes.items() if not name.startswith(_PREDICTING)}
+    shapes = {name: shape for name, shape in _parameter_shapes(directory).items() if not name.startswith(_PREDICTING)}
     layers = config_values(directory).get("num_hidden_layers")
     if not isinstance(layers, int):
         return shapes

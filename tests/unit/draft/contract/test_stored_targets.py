@@ -34,8 +34,9 @@ CASES = [
     *((name, "awq") for name in PUBLIC),
     ("none", "fp8"),
     ("mtp", "fp8"),
+    ("mtp", "awq"),
 ]
-"""Methods with the format of the target. The layer of `mtp` is read in FP8 alone."""
+"""Methods with the format of the target. No GGUF file has the layer of `mtp`."""
 REQUESTS = [*RIGHT, NEVER_RIGHT[0], *USUAL[:2]]
 FORMATS = {
     "awq": (quantized.awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),

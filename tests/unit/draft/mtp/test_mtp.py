@@ -32,6 +32,7 @@ from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.head_pass import committed_piece
 from workers.draft.mtp import MtpSettings
 from workers.draft.mtp.mtp_pass import MtpPass, load_mtp_pass
+from workers.model.weight_counts import count_mtp_layer
 
 CPU = torch.device("cpu")
 KNOWN, STEPS = 19, 3
@@ -307,31 +308,45 @@ def written(directory: Path, like: Path, weights: dict[str, Tensor], **config: A
     return directory
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
-def test_a_layer_of_8_bit_floats_is_dequantized(family: str, tmp_path: Path) -> None:
-    """The layer's matrices are in blocks, the last ones smaller; the matrix that chooses experts is plain."""
-    shown, prefix = show(family, tmp_path / "whole"), f"model.layers.{LAYERS}." if family in FAMILIES else "mtp."
-    small, meant, quantize = dict[str, Tensor](), dict[str, Tensor](), quantized.fp8(16, 32)
+STORED = {
+    "fp8": (quantized.fp8(16, 32), {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 32]}),
+    "gptq": (quantized.gptq(8, 8), quantized.gptq_settings(8, group_size=8)),
+    "awq": (quantized.awq(8), {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm"}),
+}
+"""How matrices are quantized, and what the configuration says of it. Blocks of FP8 may be smaller at the end."""
+PLAIN = ("mlp.gate.weight", "shared_expert_gate.weight", "embed_tokens.weight", "shared_head.head.weight")
+"""Ends of the names of matrices that checkpoints do not quantize."""
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("deepseek_v3", "fp8"), ("qwen3_next", "fp8"), ("mimo", "gptq"), ("qwen3_next", "awq")]
+)
+def test_a_quantized_layer_is_dequantized(family: str, form: str, tmp_path: Path) -> None:
+    """The matrix that chooses experts is plain."""
+    quantize, settings = STORED[form]
+    shown = show(family, tmp_path / "whole")
+    prefix = f"model.layers.{LAYERS}." if family in FAMILIES else names_of(family)[0]
+    small, meant = dict[str, Tensor](), dict[str, Tensor]()
     for name, value in load_file(shown.directory / "model.safetensors").items():
-        is_plain = not name.startswith(prefix) or value.dim() == 1 or name.endswith("mlp.gate.weight")
-        if is_plain or name.endswith(("embed_tokens.weight", "shared_head.head.weight")):
+        is_plain = not name.startswith(prefix) or value.dim() == 1
+        if is_plain or name.endswith(PLAIN):
             small[name] = meant[name] = value
             continue
         parts, meant[name] = quantize(value)
         small |= {f"{name.removesuffix('weight')}{part}": numbers for part, numbers in parts.items()}
-    settings = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 32]}
 
     found = loaded(written(tmp_path / "small", shown.directory, small, quantization_config=settings))
 
     wanted = loaded(written(tmp_path / "meant", shown.directory, meant))
-    assert len(small) > len(meant) + 10
+    assert len(small) > len(meant) + 5
+    assert count_mtp_layer(tmp_path / "small") == count_mtp_layer(tmp_path / "meant")
     torch.testing.assert_close(outputs(found, shown), outputs(wanted, shown), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantization_config in config.json: .* must be plain or in FP8"),
+        ({"quant_method": "gptq", "bits": 5}, "quantization_config: bits is 5"),
         ({"quant_method": "exl3"}, "quantization_config.quant_method is 'exl3'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; it must be e4m3"),
     ],
