@@ -88,7 +88,7 @@ def test_a_cuda_graphs_plan_is_copied_in_one_piece_and_computes_almost_nothing()
         plan = buffers.metadata()
     assert len(counter.operations) <= 2  # the numbers of a row's blocks
     for narrow, wide in plan.queries.values():
-        assert narrow.items.shape == ((256 + 3 * 64) // 4, 3)
+        assert narrow.items.shape == ((256 + 7 * 64) // 8, 3)
         assert wide.items.shape == ((512 + 15 * (512 // 65)) // 16, 3)
         assert (narrow.words.shape, wide.words.shape) == ((256, 1), (512, 0))
     assert [narrow.splits for narrow, _ in plan.queries.values()] == [64, 4]
