@@ -14,8 +14,6 @@ from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.model.devices import choose_device
 from workers.model.gguf_header import parts_of
-from workers.model.rank_bytes import rank_bytes
-from workers.model.sharding import check_divisible
 from workers.model.stored.quantized_checkpoint import FORMATS, quantization_of, stored_checkpoint
 from workers.model.stored.source import stored_alone, stored_file
 from workers.model.target_ends import read_config
@@ -44,6 +42,8 @@ def choose_stored(section: TargetSection, directory: Path, *, on_gpu: bool) -> S
     if section.load_format != "auto" or not _has_stored_weights(directory):
         return StoredChoice(is_kept=False)
     if section.tensor_parallel > 1:
+        from workers.model.sharding import check_divisible  # imports transformers, which plain weights do not need
+
         try:
             check_divisible(read_config(directory), section.tensor_parallel)
         except (ConfigurationError, ModelLoadError):  # loading refuses the ranks with plain weights, too
@@ -84,6 +84,8 @@ def _has_stored_weights(directory: Path) -> bool:
 
 def _refusal(section: TargetSection, directory: Path, on_gpu: bool) -> str:
     """Why loading would refuse the weights as they are stored; empty if it would not."""
+    from workers.model.rank_bytes import rank_bytes  # imports transformers
+
     ranks, whole_experts = section.tensor_parallel, section.enable_expert_parallel
     try:
         found = rank_bytes(directory, section.dtype, ranks, on_gpu=on_gpu, expert_parallel=whole_experts)

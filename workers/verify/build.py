@@ -22,6 +22,7 @@ from workers.model.drafting.fusion import load_fusion
 from workers.model.fingerprint import fingerprint, weights_digest
 from workers.model.kv_effect import state_kv_effect
 from workers.model.packed_weights.store import keep_packed, packed_file, read_packed
+from workers.model.stored_choice import settled
 from workers.ranks import bound_collectives, failing_together, is_equal_on_all, least_of_all_ranks
 from workers.sampling.acceptance import create_rule
 from workers.verify.decider import Decider, LocalDecider, decider_of_model
@@ -41,7 +42,7 @@ def build_engine(
 
     Raises `ModelLoadError`, `ConfigurationError`.
     """
-    section = _settled(section)
+    section = settled(section)
     file = packed_file(section)
     packed = None if file is None else read_packed(section, file)
     with failing_together(section.tensor_parallel):
@@ -59,15 +60,6 @@ def build_engine(
         keep_packed(section, file, model)  # after the warm-up, whose times it would lengthen
     bound_collectives(section.step_timeout_seconds, section.tensor_parallel)
     return engine
-
-
-def _settled(section: TargetSection) -> TargetSection:
-    """The section with another `quantization` than `auto`, which `serve` has settled before."""
-    if section.quantization != "auto":
-        return section
-    from workers.model.stored_choice import settled  # imports transformers, which takes seconds
-
-    return settled(section)
 
 
 def _make(

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.core.drafting import ANY_TOKENS, NextTokens
 from cluster.core.ids import BlockId
 from cluster.core.kv import KvLayout
 from cluster.core.ports import SourceStates
@@ -13,7 +14,6 @@ from cluster.core.request import SequenceStart
 from workers.draft.common.trees.expander import DraftedToken, ExpansionRow
 from workers.kv.allocator import BlockAllocator, BlockCopy
 from workers.kv.block_table import BlockTable
-from workers.sampling.allowed_tokens import AllowedTokens
 
 BLOCK = 4
 VOCABULARY = 7
@@ -21,11 +21,11 @@ CONFIDENCES = (0.6, 0.2, 0.1)
 """Confidence in the candidates, by rank."""
 
 
-def ranked(tokens: Sequence[int], allowed: AllowedTokens | None = None) -> list[int]:
-    """Three distinct candidates that depend on every token before them, of those that are allowed."""
+def ranked(tokens: Sequence[int], known: NextTokens = ANY_TOKENS, depth: int = 0) -> list[int]:
+    """Three distinct candidates that depend on every token before them, of those that a grammar permits."""
     first = zlib.crc32(bytes(tokens)) % VOCABULARY
     order = [(first + step) % VOCABULARY for step in range(VOCABULARY)]
-    return [token for token in order if allowed is None or allowed.mask[token]][:3]
+    return [token for token in order if known.permits(depth, token)][:3]
 
 
 def continued(tokens: Sequence[int], count: int) -> list[int]:
@@ -95,7 +95,7 @@ class FakeExpander:
         for row in rows:
             self.memory.commit(row.table, row.tokens)
             assert self.memory.read(row.table) == row.table.tokens
-            drafted = zip(ranked(row.table.tokens, row.allowed), self._confidences, strict=False)
+            drafted = zip(ranked(row.table.tokens, row.next_tokens, row.depth - 1), self._confidences, strict=False)
             found.append(tuple(drafted) if row.is_last else ())
         return found
 

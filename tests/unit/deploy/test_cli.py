@@ -379,7 +379,7 @@ class TestCommands:
         monkeypatch.setenv("PILOTFISH_CACHE_DIR", str(tmp_path / "cache"))
         assert run_command("prepare") == 1
         (line,) = capsys.readouterr().err.splitlines()
-        directory = tmp_path / "cache" / "stored" / "smollm2-135m-instruct"
+        directory = tmp_path / "cache" / "smollm2-135m-instruct"
         assert line.startswith(f"pilotfish: {directory}: the converted model cannot be stored;")
         assert line.endswith("set PILOTFISH_CACHE_DIR to a directory with room that this user may write")
 

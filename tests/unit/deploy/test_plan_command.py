@@ -85,6 +85,7 @@ def test_a_node_that_is_not_understood_is_refused_with_the_form(node: str, capsy
 def test_it_says_why_a_draft_model_shares_the_targets_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     model = ("--set", "draft.method=model", "--set", "draft.model.path=small", "--set", "draft.replicas=1")
     one = ("--set", "target.replicas=1", "--set", "target.tensor_parallel=1", *model)
+    one += ("--set", "target.quantization=none")
     for gpus, notes in ((1, 1), (2, 0)):
         found = planned(capsys, *one, "--node", f"cpus=32,gpus={gpus}")
         graphs, prompts, *others = found["notes"]

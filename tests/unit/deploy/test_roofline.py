@@ -21,6 +21,7 @@ from workers.serve.configuration import load_configuration
 
 def on_gpu(**settings: Any) -> Configuration:
     values = {"target.device": "cuda", "target.dtype": "bfloat16", "scheduler.max_step_tokens": 2048}
+    values["target.quantization"] = "none"
     return load_configuration({}, values | {key.replace("__", "."): value for key, value in settings.items()})
 
 

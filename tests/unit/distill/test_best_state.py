@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Process(SingleProcess):
     """A process without a target."""
 
     def __init__(self) -> None:
-        self.options = argparse.Namespace(report_seconds=1.0)
+        self.options = argparse.Namespace(report_seconds=1.0, out=Path("out"))
         self.checkpoints, self.peers, self.device = NO_CHECKPOINTS, ALONE, torch.device("cpu")
         self.directory_of_training = None
         self._told, self._began = lambda _: None, time.monotonic()

@@ -263,6 +263,7 @@ def test_angles_that_are_computed_otherwise_are_not_kept() -> None:
 
 
 def test_a_target_with_packed_weights_starts_without_transformers(section: TargetSection) -> None:
+    section = section.model_copy(update={"quantization": "none"})
     keep(section)
     script = (
         "import sys\n"

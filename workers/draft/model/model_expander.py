@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cluster.core.ports import SourceStates
 from cluster.core.request import SequenceStart
+from workers.draft.common.grammar_masks import allowed_at
 from workers.draft.common.trees.expander import DraftedToken, ExpansionRow, OpenSource
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.largest import Largest, load_largest
@@ -110,7 +111,9 @@ class ModelExpander:
         for forward_row in forward_rows:
             self._runner.commit(forward_row)
         return logits, tuple(
-            DecisionContext(row.start.sampling, row.table.tokens, row.start.prompt_len, row.allowed)
+            DecisionContext(
+                row.start.sampling, row.table.tokens, row.start.prompt_len, allowed_at(row.next_tokens, row.depth - 1)
+            )
             for row in rows
             if row.is_last
         )

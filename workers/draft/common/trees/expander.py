@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from cluster.core.drafting import ANY_TOKENS, NextTokens
 from cluster.core.ports import SourceStates
 from cluster.core.request import SequenceStart
 from workers.kv.block_table import BlockTable
-from workers.sampling.allowed_tokens import AllowedTokens
 
 DraftedToken = tuple[int, float]
 """A token and the draft model's probability of it."""
@@ -62,8 +62,8 @@ class ExpansionRow:
     """Depth of the drafted tokens below the last committed token; 1 follows it directly."""
     source: OpenSource | None = None
     """The source of an encoder-decoder model."""
-    allowed: AllowedTokens | None = None
-    """What the sequence's grammar allows after the tokens; `None` where that is unknown."""
+    next_tokens: NextTokens = ANY_TOKENS
+    """What the sequence's grammar says of the tokens after the last committed one."""
 
 
 class Expander(Protocol):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.core.request import SequenceStart
-from workers.draft.common.grammar_masks import allowed_at
 from workers.draft.common.sessions import Session
 from workers.draft.common.suffix_index import SuffixIndex
 from workers.draft.common.trees.calibration import Calibration
@@ -121,5 +120,5 @@ class NodeExpansion:
     def row(self, table: BlockTable) -> ExpansionRow:
         """The row of the forward pass. `table` has room for the tokens."""
         session, before = self.session, self.node.length - self.session.tree.root.length
-        allowed = allowed_at(session.tree.next_tokens, before) if self.is_last else None
-        return ExpansionRow(table, self.tokens, session.start, self.is_last, before + 1, session.source, allowed)
+        known = session.tree.next_tokens
+        return ExpansionRow(table, self.tokens, session.start, self.is_last, before + 1, session.source, known)
