@@ -39,7 +39,7 @@ class LaunchedTokens:
     read: Callable[[], list[int]]
     """Returns the tokens; -1 for a row in which every logit is NaN or −inf. The host may wait for the device."""
     on_device: Tensor | None = None
-    """The same, int64 [n], if the logits are on a GPU."""
+    """The tokens, int64 [n], on the device of the logits; `None` on a CPU."""
 
 
 def decide(logits: Tensor, contexts: Sequence[DecisionContext], kernels: DecisionKernels | None = None) -> list[int]:

@@ -210,7 +210,7 @@ class Waits(dspark.Run):
 
 
 def test_a_second_command_for_a_training_that_runs_is_refused(directory: Path, tmp_path: Path) -> None:
-    """It would remove the state of the first one, or both would write the same file."""
+    """Two trainings in one directory would remove each other's state, or write the same file."""
     folder = Folder("dspark", tmp_path / "folder", directory, ())
     for _ in range(2):  # once the first one has died, another one may begin
         with pytest.raises(KeyboardInterrupt):

@@ -95,7 +95,7 @@ def test_texts_are_equal_alone_in_a_group_and_with_recorded_collectives(
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs and NCCL")
 def test_two_ranks_on_gpus_replay_graphs_and_write_the_texts_of_one(tmp_path: Path) -> None:
-    """Their draft passes are replayed too."""
+    """The passes of drafts are graphs, too."""
     directory = tiny.shift(tiny.save(tmp_path, tiny.llama(num_hidden_layers=LAYERS)))
 
     def configure(ranks: int) -> Configuration:

@@ -251,7 +251,7 @@ class TestSettings:
             PromptLog.of(DraftSection(prompt_log_directory="~no.body/log"))
 
     def test_a_section_without_drafts_stores_nothing(self) -> None:
-        """It is for clusters that a command starts for itself: what distillation asks is no log of clients."""
+        """Clusters that a command starts for itself have such a section: what they are asked is no client's."""
         assert DraftSection(prompt_log_directory="log").disabled().prompt_log_directory is None
 
     def test_a_log_that_never_started_can_be_closed(self, tmp_path: Path) -> None:

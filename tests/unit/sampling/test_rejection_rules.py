@@ -137,7 +137,7 @@ def chunked(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_rows_of_a_step_are_accepted_as_alone_with_two_waits(
     name: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are trees of several sizes, with and without distributions of drafts, and greedy ones."""
+    """Rows are trees of several sizes, with and without distributions of drafts, and greedy ones."""
     chunked(rows, monkeypatch)
     rule, random = rule_of(name), torch.Generator().manual_seed(0)
     assert isinstance(rule, AcceptsTogether)

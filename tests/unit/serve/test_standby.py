@@ -1,4 +1,4 @@
-"""Which processes wait with loaded libraries for a lost rank, by `target.standby`."""
+"""`target.standby` says which processes wait with loaded libraries for a lost rank."""
 
 from __future__ import annotations
 

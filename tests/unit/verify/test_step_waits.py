@@ -159,7 +159,7 @@ def test_a_step_with_log_probabilities_waits_once(directory: Path) -> None:
 
 
 def test_a_step_that_drafts_with_recycling_waits_once(directory: Path) -> None:
-    """It reads the target's most probable tokens."""
+    """Recycling reads the target's most probable tokens."""
     found = check_one_wait(lambda: engine_of(directory, {"method": "recycling"}), [GREEDY, SAMPLED, LOGPROBS])
     assert any(one.proposal is not None and len(one.proposal.tree) for one in found)
     assert any(one.accepted for one in found)

@@ -110,7 +110,7 @@ def test_sampled_chains_are_drawn_with_the_shared_noise(target: Path, tmp_path: 
 def test_weights_in_few_bits_keep_a_state_that_is_larger_than_embeddings(
     weights: Weights, target: Path, tmp_path: Path
 ) -> None:
-    """Its columns have small weights. In one scale with those of the embedding, they would be zeros."""
+    """The columns of a large state have small weights, which are zeros in one scale with those of the embedding."""
     tensors, states = public_drafts.hydra(), public_drafts.Draw(18).matrix(9, HIDDEN)
     for name, tensor in tensors.items():
         if name.startswith("hydra_mlp.0.0.") and name.endswith("weight"):
