@@ -184,7 +184,7 @@ def test_a_failed_step_keeps_no_state(short: ModelCase, monkeypatch: pytest.Monk
     engine, pool = short.engine_and_pool(200)
     begin(engine, SHARED)
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_walk", lambda *_: 1 / 0)
+        patched.setattr(engine, "_decide", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             verify(engine, VerifyRow(SequenceId("a"), len(SHARED), SHARED))
     assert kept(pool) == 0
