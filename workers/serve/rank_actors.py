@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError, TargetUnavailable
+from cluster.core.verification import StepSample
 from cluster.wire.peer_access import PeerAccess
 from workers.draft.registry import create, create_for_worker_rank
 from workers.serve.configuration import load_configuration
@@ -87,6 +88,8 @@ class FirstRank:
         self._is_stopped = asyncio.Event()
         self._owner: int | None = None
         self._has_owner = asyncio.Event()
+        self._profile: tuple[StepSample, ...] = ()
+        self._started: StartedRank | None = None
         self._has_started = asyncio.Event()
 
     def place(self) -> RankPlace:
@@ -97,11 +100,12 @@ class FirstRank:
         """The address of this node, and a port at which the ranks may find each other."""
         return (host := node_address()), free_port(host)
 
-    async def prepare(self, *, is_packed: bool, is_early: bool = False) -> None:
+    async def prepare(self, *, is_packed: bool, is_early: bool = False, profile: tuple[StepSample, ...] = ()) -> None:
         """Load the libraries that `start` needs, with `is_packed` for packed weights alone.
 
-        With `is_early`, other processes wait for them.
+        With `is_early`, other processes wait for them. `profile` is what an earlier rank of the same target measured.
         """
+        self._profile = profile
         if is_early:
             compute_without_interruption()
         await asyncio.to_thread(_load_libraries, is_packed=is_packed)
@@ -119,10 +123,10 @@ class FirstRank:
         await self._has_owner.wait()
         return os.getpid(), self._owner
 
-    async def until_started(self) -> bool:
-        """Return once `start` has succeeded: whether packed weights were read."""
+    async def until_started(self) -> StartedRank | None:
+        """What `start` returned, once it has."""
         await self._has_started.wait()
-        return _is_packed()
+        return self._started
 
     async def start(self, group: RankGroup, access: PeerAccess) -> StartedRank:
         """Load the model and listen.
@@ -141,8 +145,9 @@ class FirstRank:
             learning=None if self._learner is None else self._learner.status,
         )
         await self._server.start()
+        self._started = StartedRank(self._server.address, engine.info().profile, _is_packed())
         self._has_started.set()
-        return StartedRank(self._server.address, engine.info().profile, _is_packed())
+        return self._started
 
     async def run(self) -> None:
         """Return after `stop()`. Raises `WorkerUnavailable` once this rank can compute no more."""
@@ -181,7 +186,7 @@ class FirstRank:
             join_group(target, 0, group.host, group.rendezvous)
         with failing_together(target.tensor_parallel):
             method = create(draft, target) if draft.is_colocated else None
-        engine = self._engine = build_engine(target, method=method, profile=group.profile)
+        engine = self._engine = build_engine(target, method=method, profile=group.profile or self._profile)
         with failing_together(target.tensor_parallel):
             if draft.learn == "on" and draft.is_colocated:
                 from workers.serve.learning.learner import start_learner

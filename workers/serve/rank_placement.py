@@ -198,7 +198,7 @@ class WaitingRank:
 
     def start(self, *, again: bool) -> None:
         """Start one for the application that is about to be deployed; with `again`, one after each that is claimed."""
-        waiting = self._begin(is_packed=True, is_early=True)
+        waiting = self._begin(None, is_early=True)
         self._thread = threading.Thread(target=self._watch, args=(waiting, again), name="waiting-rank", daemon=True)
         self._thread.start()
 
@@ -217,19 +217,20 @@ class WaitingRank:
         self._ranks = []
 
     def _watch(self, waiting: Any, again: bool) -> None:
-        is_packed = True
+        last: StartedRank | None = None
         while not self._stopping.is_set():
             try:
-                is_packed = self._until_started(waiting, is_packed=is_packed)
+                last = self._until_started(waiting) or last
                 self._pause(_SETTLE_SECONDS if again else None)
                 if not self._stopping.is_set():
-                    waiting = self._begin(is_packed=is_packed, is_early=False)
+                    waiting = self._begin(last, is_early=False)
             except Exception:
                 logger.exception("no rank waits for a replica")
                 self._stopping.wait(_SETTLE_SECONDS)
 
-    def _until_started(self, rank: Any, *, is_packed: bool) -> bool:
-        """Wait until the rank was claimed and serves, or has ended. Returns whether it read packed weights."""
+    def _until_started(self, rank: Any) -> StartedRank | None:
+        """Wait until the rank was claimed and serves, or has ended. Returns what it says, if it serves."""
+        says: StartedRank | None = None
         claimed, started = rank.until_claimed.remote(), rank.until_started.remote()
         awaited = [claimed, started]
         while awaited and not self._stopping.is_set():
@@ -239,9 +240,9 @@ class WaitingRank:
                     process, owner = ray.get(claimed)
                     self._claimed.append((psutil.Process(process), psutil.Process(owner)))
                 if started in ended:
-                    is_packed = bool(ray.get(started))
+                    says = ray.get(started)
             self._end_orphans()
-        return is_packed
+        return says
 
     def _pause(self, seconds: float | None) -> None:
         """Wait for `seconds`, or without an end, until this stops."""
@@ -256,12 +257,13 @@ class WaitingRank:
                     rank.kill()
         self._claimed = [(rank, owner) for rank, owner in self._claimed if _runs(rank)]
 
-    def _begin(self, *, is_packed: bool, is_early: bool) -> Any:
-        """Start one and let it load its libraries."""
+    def _begin(self, last: StartedRank | None, *, is_early: bool) -> Any:
+        """Start one and let it load its libraries. `last` served before it: it measures no times of steps again."""
         name = f"{_prefix(self._application)}{next(_numbers)}"
         options = {"name": name, "namespace": _NAMESPACE, **_options({}, self._environment)}
         rank: Any = ray.remote(self._kind).options(**options).remote()
-        rank.prepare.remote(is_packed=is_packed, is_early=is_early)
+        profile = () if last is None else last.profile
+        rank.prepare.remote(is_packed=last is None or last.is_packed, is_early=is_early, profile=profile)
         self._ranks.append(rank)
         return rank
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -67,6 +68,8 @@ _SOURCES = (
     "sourced_decoder.c",
 )
 _BUILD_SECONDS = 600.0
+_MOST_COMPILERS = 8
+"""Most compilers that run at once. Each takes some hundred MB."""
 PREBUILT = Path(__file__).parent / "prebuilt"
 """Folder of libraries that were built before, beside the code."""
 
@@ -227,10 +230,15 @@ def _compile(compiler: str, flags: Sequence[str], name: str, directory: Path) ->
             Path(build_directory, file).write_bytes(content)
         objects = [f"{file}.o" for file in _SOURCES]
         commands = [[*flags, "-c", file, "-o", output] for file, output in zip(_SOURCES, objects, strict=True)]
-        for command in (*commands, ["-shared", *objects, "-o", library.name]):
+
+        def run(command: Sequence[str]) -> None:
             subprocess.run(  # noqa: S603 - our own source, with the compiler of this machine
                 [compiler, *command], cwd=build_directory, check=True, capture_output=True, timeout=_BUILD_SECONDS
             )
+
+        with ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1)) as threads:
+            list(threads.map(run, commands))  # raises what the first of them raised
+        run(["-shared", *objects, "-o", library.name])
         Path(build_directory, library.name).chmod(0o755)
         os.replace(
             Path(build_directory, library.name), library
