@@ -6,17 +6,20 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
 
+from cluster.wire.peer_access import OPEN
 from deploy.placement import Resources
 from deploy.ray.start_ray import start_local_ray
+from tests.support.models import tiny
 from workers.serve import rank_placement
 from workers.serve.rank_actors import FirstRank
-from workers.serve.rank_placement import RankPlacement, WaitingRank
+from workers.serve.rank_placement import RankGroup, RankPlacement, WaitingRank
 
 pytestmark = pytest.mark.ray
 
@@ -81,6 +84,24 @@ async def test_another_rank_waits_once_a_claimed_one_has_ended(
             await asyncio.sleep(0.1)
 
     assert await process_of(second) != process
+
+
+async def test_the_next_rank_that_waits_knows_the_times_of_steps(
+    waiting: WaitingRank, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rank_placement, "_SETTLE_SECONDS", 0.1)
+    target = {"path": str(tiny.save(tmp_path, tiny.llama())), "device": "cpu", "kv": {"pool_bytes": 1 << 20}}
+    group = RankGroup({"target": target}, 1, "127.0.0.1", 0)
+    waiting.start(again=True)
+    first = await placement().claim()
+
+    measured = (await first.start.remote(group, OPEN)).profile
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while (second := await placement().claim()) is None:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.1)
+
+    assert measured
+    assert (await second.start.remote(group, OPEN)).profile == measured
 
 
 async def test_a_frozen_rank_is_killed_when_the_process_that_claimed_it_has_ended(waiting: WaitingRank) -> None:

@@ -374,6 +374,7 @@ def _load_libraries(*, is_packed: bool) -> None:
     import workers.verify.build
     import workers.verify.group
 
+    load_configuration({})  # imports the settings of all drafting methods
     if not is_packed:
         import workers.model.loading  # noqa: F401
 

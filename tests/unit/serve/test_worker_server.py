@@ -12,6 +12,7 @@ import pytest
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
+from cluster.core.verification import StepSample
 from cluster.wire.peer_access import OPEN
 from tests.support.fakes.echo_workers import EchoEngine, entries
 from tests.support.models import drafting_modules
@@ -64,6 +65,23 @@ async def test_a_driver_rank_closes_its_engine_when_it_stops(
     assert entries(tmp_path)
     await rank.stop()
     assert not entries(tmp_path)
+
+
+async def test_a_rank_that_takes_the_place_of_another_measures_no_steps_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_actors, "set_threads", lambda _: None)
+    target = {"path": str(directory), "device": "cpu", "kv": {"pool_bytes": 1 << 20}}
+    group = RankGroup({"target": target, "log_level": "warning"}, 1, "127.0.0.1", 0)
+    measured = (StepSample(1, 1, 0.5),)
+    rank = rank_actors.FirstRank()
+
+    await rank.prepare(is_packed=False, profile=measured)
+    started = await rank.start(group, OPEN)
+
+    assert started.profile == measured
+    assert await rank.until_started() == started
+    await rank.stop()
 
 
 async def test_a_driver_rank_learns_if_the_settings_say_so_until_it_stops(
