@@ -24,7 +24,6 @@ from workers.model.kept_files import code_digest, model_state
 logger = logging.getLogger(__name__)
 
 FOLDER = "trials"
-_CODE = ("forward/**/*.py", "forward/native/*.[ch]", "kv/*.py", "model/**/*.py", "ranks.py")
 _SETTINGS = frozenset({"dtype", "load_format", "max_context_len", "quantization", "enable_expert_parallel"})
 
 
@@ -41,7 +40,7 @@ def verdict_file(
     settings = section.model_dump(mode="json", include=set(_SETTINGS))
     is_cpu = device.type == "cpu"
     processor = torch.backends.cpu.get_cpu_capability() if is_cpu else torch.cuda.get_device_name(device)
-    parts = [weights, states, settings, ranks, device.type, processor, code_digest(_CODE)]
+    parts = [weights, states, settings, ranks, device.type, processor, code_digest()]
     parts += [torch.__version__, version("transformers"), dict(further or {})]
     key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Path(section.compile_directory) / FOLDER / f"{key}.json"

@@ -41,15 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDER, SUFFIX = "packed", ".weights"
-_CODE = (
-    "forward/native/*.py",
-    "forward/weights/*.py",
-    "model/*.py",
-    "model/packed_weights/*.py",
-    "model/stored/*.py",
-    "kv/huge_pages.py",
-)
-"""The files below `workers` on which the bytes of packed weights, and their trial, depend."""
 _ABANDONED_SECONDS = 3600.0
 """Age of a partial file whose writer is taken to be gone."""
 
@@ -79,7 +70,7 @@ def packed_file(section: TargetSection) -> Path | None:
         weights,
         states,
         section.model_dump(mode="json", include={"dtype", "quantization", "max_context_len", "trial"}),
-        [kernels, code_digest(_CODE), torch.__version__, version("transformers")],
+        [kernels, code_digest(), torch.__version__, version("transformers")],
     ]
     key = blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
     return Path(section.compile_directory) / FOLDER / f"{key}{SUFFIX}"
