@@ -42,13 +42,20 @@ H100 = Roofline(
 """The GPU by whose peaks the prompt tokens are chosen. Nobody knows before the start which GPU a target gets."""
 
 BALANCED_PROMPTS = 4
-"""Prompt tokens beside decoding, ÷ those for which products are balanced.
+"""Prompt tokens beside decoding, ÷ those for which products are balanced, or ÷ `DECODING` if these are more.
 
 `pilotfish simulate step --prompts`, Llama-3.1-8B beside 32 sequences, whose steps take 9.5 ms without a prompt. With
 256, 512, 1,024 and 2,048 prompt tokens in a step, a token waits 18, 28, 50 and 92 ms, and a prompt of 16,384 tokens
 takes 1,176, 903, 794 and 737 ms. For one of eight ranks of Llama-3.3-70B, whose sums take time in each step, it takes
 1,989, 1,334, 996 and 854 ms. Once, the prompt takes 60% and 133% longer than with 2,048; twice, 23% and 56%; four
 times, 8% and 17%, while a token waits little more than half as long.
+"""
+DECODING = 32
+"""Sequences that are taken to decode beside a prompt: those of the prediction above.
+
+A step without a prompt takes what its products take to compute where that is more than to read the weights: stored
+weights in 8 bits are read in the time of ten tokens in float32. Prompt tokens are then counted against these sequences,
+or a prompt would take as long for their products as for its own.
 """
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names for the number of experts of a layer in `config.json`."""
@@ -82,27 +89,33 @@ def describe_prompt_tokens(configuration: Configuration) -> str:
     begin = f"prompts beside decoding: at most {prompt_tokens(configuration)} tokens of a step"
     if scheduler.max_prompt_tokens is not None:
         return f"{begin}, as scheduler.max_prompt_tokens says"
-    size = _weight_bytes(configuration)
+    size, is_known = _weight_bytes(configuration), bool(_model_values(configuration))
     form = target.dtype if size == DTYPE_BYTES[target.dtype] else "8 bits or fewer"
-    experts, is_known = _experts(configuration), bool(_model_values(configuration))
+    experts, balanced = _experts(configuration), _balanced(configuration)
     spread = f" × {experts.count} ÷ {experts.chosen} experts that a token chooses" if experts else ""
+    computed = f"an {gpu.name} computes products ({gpu.flops_per_second[target.dtype] / 1e12:g} TFLOP/s)"
+    read = f"it reads weights in {form} ({gpu.bytes_per_second / 1e12:g} TB/s){spread}"
+    if balanced < DECODING:
+        reason = f"{DECODING} sequences that decode beside them, for which {computed} longer than {read}"
+    else:
+        reason = f"{gpu.balanced_tokens(target.dtype, size):.0f} for which {computed} as long as {read}"
     return (
-        f"{begin} (scheduler.max_prompt_tokens is unset): {BALANCED_PROMPTS} × the "
-        f"{gpu.balanced_tokens(target.dtype, size):.0f} for which an {gpu.name} computes products "
-        f"({gpu.flops_per_second[target.dtype] / 1e12:g} TFLOP/s) as long as it reads weights in {form} "
-        f"({gpu.bytes_per_second / 1e12:g} TB/s){spread}, as a power of two and within scheduler.max_step_tokens "
-        f"({scheduler.max_step_tokens})"
+        f"{begin} (scheduler.max_prompt_tokens is unset): {BALANCED_PROMPTS} × the {reason}, as a power of two and "
+        f"within scheduler.max_step_tokens ({scheduler.max_step_tokens})"
         + ("" if is_known else "; a mixture of experts takes more, and the model is not here to tell")
     )
 
 
 def _balanced_prompts(configuration: Configuration) -> int:
     """The rule: a power of two, whose tiles the kernels fill."""
+    return 1 << int(BALANCED_PROMPTS * max(_balanced(configuration), DECODING)).bit_length() - 1
+
+
+def _balanced(configuration: Configuration) -> float:
+    """Tokens of a step for which the target's products take as long to compute as to read the weights."""
     experts = _experts(configuration)
     balanced = H100.balanced_tokens(configuration.target.dtype, _weight_bytes(configuration))
-    if experts is not None:
-        balanced *= experts.count / experts.chosen
-    return 1 << int(BALANCED_PROMPTS * balanced).bit_length() - 1
+    return balanced if experts is None else balanced * experts.count / experts.chosen
 
 
 def _weight_bytes(configuration: Configuration) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.core.config.sections import Configuration
 from deploy.coordinator_server import CoordinatorServer
-from deploy.roofline import H100, describe_prompt_tokens, prompt_tokens, with_prompt_tokens
+from deploy.roofline import DECODING, H100, describe_prompt_tokens, prompt_tokens, with_prompt_tokens
 from deploy.simulation.device import speeds
 from tests.support.fakes.fake_cluster import request, tokens_of
 from tests.support.fakes.fake_target import FakeTarget
@@ -40,6 +40,8 @@ def test_products_in_bfloat16_compute_on_an_h100_as_long_as_they_read_for_295_to
     ({"target__quantization": "int8"}, 512),
     ({"target__quantization": "stored"}, 512),
     ({"target__dtype": "float32"}, 128),
+    ({"target__dtype": "float32", "target__quantization": "int8"}, 128),
+    ({"target__dtype": "float32", "target__quantization": "stored"}, 128),
     ({"scheduler__max_step_tokens": 512}, 512),
     ({"scheduler__max_step_tokens": 8192}, 1024),
     ({"scheduler__max_prompt_tokens": 300}, 300),
@@ -67,6 +69,17 @@ def test_experts_of_which_a_token_chooses_few_need_as_many_times_the_tokens(
     assert prompt_tokens(on_gpu(target__path=path)) == min(tokens, 2048)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "stored"])
+def test_a_prompt_takes_most_of_the_products_of_its_steps_whatever_the_weights_are(
+    dtype: str, quantization: str
+) -> None:
+    """The rest is what the sequences beside it take, or reading the weights."""
+    tokens = prompt_tokens(on_gpu(target__dtype=dtype, target__quantization=quantization))
+    size = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype] if quantization == "none" else 1
+    assert tokens > 2 * max(DECODING, H100.balanced_tokens(dtype, size))
+
+
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_without_a_gpu_the_configuration_stays_as_it_is(device: str) -> None:
     configuration = on_gpu(target__device=device)
@@ -84,6 +97,12 @@ def test_the_choice_is_explained(tmp_path: Path) -> None:
     path = mixture(tmp_path, num_experts=128, num_experts_per_tok=8)
     assert " × 128 ÷ 8 experts that a token chooses, " in describe_prompt_tokens(on_gpu(target__path=path))
     assert "weights in 8 bits or fewer" in describe_prompt_tokens(on_gpu(target__quantization="stored"))
+    wide = describe_prompt_tokens(on_gpu(target__quantization="stored", target__dtype="float32"))
+    assert (
+        "at most 128 tokens of a step (scheduler.max_prompt_tokens is unset): 4 × the 32 sequences that decode beside "
+        "them, for which an H100 computes products (67 TFLOP/s) longer than it reads weights in 8 bits or fewer (3.35 "
+        "TB/s), as a power of two"
+    ) in wide
     unknown = describe_prompt_tokens(on_gpu())
     assert unknown.endswith("; a mixture of experts takes more, and the model is not here to tell")
     given = describe_prompt_tokens(on_gpu(scheduler__max_prompt_tokens=300))
