@@ -6,7 +6,7 @@ Without a prediction in the request there is no draft, so the method is mostly c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, overload
 
 from pydantic import Field, model_validator
 
@@ -42,23 +42,48 @@ class PredictionSettings(PluginSettings):
         return self
 
 
+class _Answer(Sequence[int]):
+    """The tokens of a text from a position on, without a copy of them. Positions are not negative."""
+
+    __slots__ = ("_begin", "_text")
+
+    def __init__(self, text: Sequence[int], begin: int) -> None:
+        self._text, self._begin = text, begin
+
+    def __len__(self) -> int:
+        return max(0, len(self._text) - self._begin)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[int]: ...
+    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
+        if isinstance(place, slice):
+            first, end, _ = place.indices(len(self))
+            return self._text[self._begin + first : self._begin + max(first, end)]
+        return self._text[self._begin + place]
+
+
 class PredictionSession(LookupSession):
     """Committed tokens, and where the answer is in the prediction."""
 
-    __slots__ = ("_alignment", "_settings")
+    __slots__ = ("_aligned_for", "_alignment", "_settings")
 
     def __init__(self, start: SequenceStart, settings: PredictionSettings) -> None:
         super().__init__(start)
         self._settings = settings
         self._alignment = self._aligned()
+        self._aligned_for = start.prediction
 
     def continuations(self, length: int) -> Sequence[Continuation]:
         """Possible continuations of at most `length` tokens."""
-        if self._alignment.prediction != self.start.prediction:
-            self._alignment = self._aligned()
+        if self._aligned_for is not self.start.prediction:  # equal ones are compared once, and not at each draft
+            if self._aligned_for != self.start.prediction:
+                self._alignment = self._aligned()
+            self._aligned_for = self.start.prediction
         if not self.start.prediction:
             return ()
-        settings, answer = self._settings, self.tokens[self.start.prompt_len :]
+        settings, answer = self._settings, _Answer(self.tokens, self.start.prompt_len)
         return self._alignment.continuations(answer, settings.max_match, settings.candidates, length)
 
     def _aligned(self) -> Alignment:

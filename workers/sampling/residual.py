@@ -132,23 +132,24 @@ def look_up(
     if not rows:
         return Weights
     owners, columns = _entries(log_probabilities, [(row, token) for row in rows for token in named[row]])
-    found, ends = [log_probabilities[owners, columns].double().exp()], 0
+    found = [log_probabilities[owners, columns].double().exp()]
     for part in _chunks(rows, size, log_probabilities):
         entries = [(place, token) for place, row in enumerate(part) for token in named[row]]
         left = log_probabilities[row_indices(part, log_probabilities)].double().exp_()
         left[_entries(left, entries)] = 0.0
         found.append(left.sum(dim=1))
     copied = copies.add(torch.cat(found))
-    firsts: dict[int, int] = {}
-    for row in rows:
-        firsts[row], ends = ends, ends + len(named[row])
+    firsts = accumulate((len(named[row]) for row in rows), initial=0)
+    sums = range(len(found[0]), len(found[0]) + len(rows))
+    places = {row: (first, place) for row, first, place in zip(rows, firsts, sums, strict=False)}
+    """Where the numbers of a row begin, and where its sum is."""
 
     def of(row: int) -> Weights:
-        if row not in firsts:
+        if row not in places:
             return Weights(row)
-        numbers, first = copied(), firsts[row]
+        numbers, (first, place) = copied(), places[row]
         own = numbers[first : first + len(named[row])].tolist()
-        return Weights(row, dict(zip(named[row], own, strict=True)), float(numbers[ends + rows.index(row)]))
+        return Weights(row, dict(zip(named[row], own, strict=True)), float(numbers[place]))
 
     return of
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -145,3 +147,43 @@ def test_probabilities_grow_with_the_number_of_tokens_that_were_as_predicted() -
 def test_the_shortest_match_is_at_most_the_longest() -> None:
     with pytest.raises(ConfigurationError, match=r"min_match \(5\) must be at most max_match \(4\)"):
         load_configuration({"draft": {"prediction": {"min_match": 5, "max_match": 4}}})
+
+
+class CountedTokens(list[int]):
+    """Tokens that count how many of them are read."""
+
+    read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+class CountedPrediction(tuple[int, ...]):
+    """A prediction that counts how often it is compared as a whole."""
+
+    compared = 0
+
+    def __ne__(self, other: object) -> bool:
+        CountedPrediction.compared += 1
+        return super().__ne__(other)
+
+    __hash__ = tuple.__hash__
+
+
+@pytest.mark.parametrize("shift", [0, 1000], ids=["as predicted", "all different"])
+def test_a_draft_reads_as_much_of_a_long_answer_as_of_a_short_one(shift: int) -> None:
+    reads = []
+    for length in (200, 5000):
+        text = random.Random(0).choices(range(64), k=length)
+        start = SequenceStart(1, SamplingParameters(), prediction=CountedPrediction(text))
+        session = PredictionSession(start, PredictionSettings())
+        session.replace(0, [0, *(token + shift for token in text[:-50])])
+        session.continuations(8)  # it follows the whole answer, once
+        session.tokens = CountedTokens(session.tokens)
+        CountedPrediction.compared = 0
+        session.continuations(8)
+        reads.append(session.tokens.read)
+    assert reads[0] == reads[1] < 50
+    assert CountedPrediction.compared == 0

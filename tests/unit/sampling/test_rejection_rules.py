@@ -128,6 +128,25 @@ def test_a_draw_returns_only_tokens_with_a_weight() -> None:
     assert draw(logs, [], []) == []
 
 
+def test_a_look_up_takes_a_time_in_proportion_to_its_rows() -> None:
+    """Each row that is read finds its numbers by itself, without a look at the rows before it."""
+    rows, looks = 64, 0
+    logs = torch.full((rows, 10), 0.1).log()
+
+    class Row(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    of = look_up(logs, {Row(row): (row % 10,) for row in range(rows)}, HostCopies())
+    looks = 0
+    assert [len(of(row).named) for row in range(rows)] == [1] * rows
+    assert looks <= 4 * rows
+
+
 def chunked(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(residual._CHUNK_ELEMENTS, "cpu", rows * 10)
 

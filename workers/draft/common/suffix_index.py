@@ -8,7 +8,8 @@ from collections.abc import Sequence
 class SuffixIndex:
     """For every n-gram of a list of tokens, the positions after its occurrences in ascending order.
 
-    Adding or removing a token costs one step per n-gram length, and the cost of a lookup does not grow with the list.
+    Adding or removing a token costs one step per n-gram length. The cost of a lookup grows with neither the list nor
+    the path that follows it.
     The caller owns the list and reports its changes: `cut` before it removes tokens, `extend` after it added some.
     """
 
@@ -47,9 +48,9 @@ class SuffixIndex:
 
         Returns the token after that occurrence and the suffix's length, or `None` without an occurrence.
         """
-        longest = self._sizes[-1]
-        tail = [*self._tokens[max(0, len(self._tokens) + len(path) - longest) :], *path][-longest:]
-        length = len(self._tokens)
+        longest, length = self._sizes[-1], len(self._tokens)
+        drafted = path[-longest:]
+        tail = [*self._tokens[max(0, length + len(drafted) - longest) :], *drafted]
         for size in reversed(self._sizes):
             if size > len(tail):
                 continue

@@ -98,8 +98,10 @@ class Alignment:
         """Set the place, and keep what was replaced since the last one."""
         if position == self._cursor and self._read == len(answer):
             return
-        old = self.prediction[self._cursor : max(self._cursor, position - match)]
-        new = tuple(answer[self._read : max(self._read, len(answer) - match)])
+        most = _LONGEST_REPLACEMENT + 1  # one more shows that it is too long
+        replaced, written = position - match - self._cursor, len(answer) - match - self._read
+        old = self.prediction[self._cursor : self._cursor + max(0, min(replaced, most))]
+        new = tuple(answer[self._read : self._read + max(0, min(written, most))])
         if 0 < len(old) <= _LONGEST_REPLACEMENT and 0 < len(new) <= _LONGEST_REPLACEMENT:
             self._replacements[old[0]] = old, new
         self._cursor, self._read, self._run = position, len(answer), match
@@ -118,12 +120,12 @@ class Alignment:
         As many tokens were replaced as were added, or tokens were only inserted, or a few more or fewer were replaced.
         """
         found: list[Continuation] = []
-        gap = tuple(answer[self._read :])
+        gap = tuple(answer[self._read : self._read + _LONGEST_REPLACEMENT + 1])
         known = self._replacements.get(self.prediction[self._cursor]) if self._cursor < len(self.prediction) else None
         if known is not None and self._is_at(known[0], self._cursor) and known[1][: len(gap)] == gap:
             rest = (*known[1][len(gap) :], *self._replaced(self._cursor + len(known[0]), length))
             found.append(Continuation(rest[:length], self._run))
-        unlike = len(gap) - 1  # the longer the difference already is, the less probable is its end
+        unlike = len(answer) - self._read - 1  # the longer the difference already is, the less probable is its end
         places = {expected: -unlike}
         places.setdefault(self._cursor, -min(unlike, _LEAST_UNLIKE))
         for distance in range(1, _NEIGHBOURS + 1):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
 import pytest
 
 from cluster.core.drafting import DraftBudget
@@ -33,6 +37,53 @@ def test_a_drafted_path_is_part_of_the_suffix() -> None:
 def test_a_repetition_continues_beyond_the_end_of_the_text() -> None:
     assert index(7, 8, 7, 8).next_after([7, 8]) == (7, 4)
     assert index(1, 5, 6).next_after([4, 5, 6]) == (4, 2)
+
+
+def searched(tokens: list[int], path: list[int], shortest: int, longest: int) -> tuple[int, int] | None:
+    """What `next_after` returns, by a search through the whole text."""
+    whole = [*tokens, *path]
+    for size in range(min(longest, len(whole)), shortest - 1, -1):
+        for end in range(len(tokens), size - 1, -1):
+            if tokens[end - size : end] == whole[-size:]:
+                if end < len(tokens):
+                    return tokens[end], size
+                if path:
+                    return path[0], size
+    return None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lookups_are_those_of_a_search_through_the_text(seed: int) -> None:
+    random = Random(seed)
+    tokens = random.choices(range(4), k=random.randrange(1, 60))
+    for length in (0, 1, 2, 3, 4, 9, 30):
+        path = random.choices(range(4), k=length)
+        assert index(*tokens).next_after(path) == searched(tokens, path, 2, 4)
+
+
+class CountedTokens(list[int]):
+    """Tokens that count how many of them are read."""
+
+    read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.read += len(found) if isinstance(place, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        self.read += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("length", [100, 10_000])
+def test_a_lookup_reads_as_much_of_a_long_text_and_of_a_long_path_as_of_short_ones(length: int) -> None:
+    tokens, path = (CountedTokens(position % 7 for position in range(length)) for _ in range(2))
+    made = SuffixIndex(tokens, 2, 4)
+    made.extend(0)
+    tokens.read = path.read = 0
+    assert made.next_after(path) is not None
+    assert tokens.read + path.read <= 6
 
 
 def test_removed_tokens_are_not_found() -> None:
