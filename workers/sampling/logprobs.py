@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import TokenLogprobs
+from workers.sampling.row_sums import sums_by_halves
 from workers.transfer import HostArray, HostCopies, tensor_on
 
 LEAST_LOGPROB = -9999.0
@@ -170,15 +171,7 @@ def _log_sums(logits: Tensor) -> Tensor:
 
 
 def log_sums_by_halves(logits: Tensor) -> Tensor:
-    """What `_log_sums` returns, by operations on single numbers: a library's sum of rows depends on how many they are.
-
-    Each half of a row is added to the other, until one number is left.
-    """
+    """What `_log_sums` returns, by `sums_by_halves`."""
     largest = logits.amax(dim=1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0.0)
-    sums = (logits - largest).exp()
-    while (width := sums.shape[1]) > 1:
-        half = (width + 1) // 2
-        sums[:, : width - half] += sums[:, half:]
-        sums = sums[:, :half]
-    return (sums.log() + largest).squeeze(1)
+    return sums_by_halves((logits - largest).exp()).log() + largest.squeeze(1)

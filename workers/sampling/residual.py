@@ -17,6 +17,7 @@ from torch import Tensor
 from cluster.core.drafting import DraftDistribution
 from cluster.core.tree import TokenTree
 from workers.sampling.acceptance import Accepted, DecidedTree
+from workers.sampling.row_sums import drawn_by_pairs, sums_by_halves
 from workers.transfer import HostCopies, row_indices, tensor_on, to_host_together
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -137,7 +138,7 @@ def look_up(
         entries = [(place, token) for place, row in enumerate(part) for token in named[row]]
         left = log_probabilities[row_indices(part, log_probabilities)].double().exp_()
         left[_entries(left, entries)] = 0.0
-        found.append(left.sum(dim=1))
+        found.append(sums_by_halves(left))
     copied = copies.add(torch.cat(found))
     firsts = accumulate((len(named[row]) for row in rows), initial=0)
     sums = range(len(found[0]), len(found[0]) + len(rows))
@@ -170,20 +171,9 @@ def draw(log_probabilities: Tensor, weights: Sequence[Weights], numbers: Sequenc
         if entries:
             values = tensor_on(left.device, [weight for *_, weight in entries], torch.float64)
             left[_entries(left, [(place, token) for place, token, _ in entries])] = values
-        found.append(_drawn(left, tensor_on(left.device, [[numbers[index]] for index in part], torch.float64)))
+        found.append(drawn_by_pairs(left, tensor_on(left.device, [[numbers[index]] for index in part], torch.float64)))
     drawn: list[int] = to_host_together([torch.cat(found)])[0].tolist() if found else []
     return drawn
-
-
-def _drawn(weights: Tensor, numbers: Tensor) -> Tensor:
-    """What `draw` returns for weights [n, vocab] and numbers [n, 1]: int64 [n]."""
-    cumulated = weights.cumsum(dim=1)
-    total = cumulated[:, -1:]
-    found = torch.searchsorted(cumulated, numbers * total, right=True)
-    # Rounding may make the product equal to the sum; the last token with a weight is then drawn.
-    last = (weights > 0.0).to(torch.uint8).flip(1).argmax(dim=1, keepdim=True)
-    found = torch.where(found < weights.shape[1], found, weights.shape[1] - 1 - last)
-    return found.masked_fill(~(total > 0.0), -1).squeeze(1)
 
 
 def _chunks(rows: Sequence[int], size: int, like: Tensor) -> Iterator[Sequence[int]]:

@@ -18,6 +18,7 @@ from workers.sampling.acceptance import RULES, DecidedTree, RootPosition, create
 from workers.sampling.rules.blockwise import Blockwise
 from workers.sampling.rules.typical import Typical
 from workers.serve.configuration import load_configuration
+from workers.transfer import HostCopies
 
 # 5 ─ 7 ─ 8
 # 6   └ 9      (9 is a child of 7; 6 is a sibling of 5)
@@ -59,6 +60,23 @@ def test_the_longest_typical_path_is_taken_and_the_targets_decision_follows() ->
     everything = logs(*[{}] * 6)
     accepted = Typical(epsilon=0.05, delta=1.0).accept(DecidedTree(TREE, [0, 1, 2, 3, 4, 5], SAMPLED, everything))
     assert (accepted.nodes, accepted.tokens) == ((0, 2, 3), (5, 7, 8, 4))
+
+
+@pytest.mark.parametrize("poison", [torch.nan, 0.0, -torch.inf])
+def test_neighbours_change_no_verdict_at_the_threshold(poison: float) -> None:
+    """The threshold is that at which the row alone is still accepted: the next larger number rejects it."""
+    chain, size = TokenTree.chain([5]), 100_003
+    own = torch.randn(2, size, generator=torch.Generator().manual_seed(0)).log_softmax(dim=1)
+    low, high = 0.0, 10.0
+    while (delta := (low + high) / 2) not in (low, high):
+        alone = Typical(epsilon=1.0, delta=delta).accept(DecidedTree(chain, [3, 1], SAMPLED, own))
+        low, high = (delta, high) if alone.nodes else (low, delta)
+    others = [DecidedTree(chain, [3, 1], SAMPLED, torch.full((2, size), poison)) for _ in range(3)]
+    steps = [*others, DecidedTree(chain, [3, 1], SAMPLED, own), *others]
+    whole = torch.cat([step.known_log_probabilities for step in steps])
+    for delta, nodes in ((low, (0,)), (high, ())):
+        found = Typical(epsilon=1.0, delta=delta).launch(steps, whole, HostCopies())(steps)
+        assert found[3].nodes == nodes
 
 
 def test_an_impossible_token_is_not_typical() -> None:

@@ -128,6 +128,24 @@ def test_a_draw_returns_only_tokens_with_a_weight() -> None:
     assert draw(logs, [], []) == []
 
 
+def looked_up(logs: torch.Tensor, row: int) -> Weights:
+    tokens: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(logs)), (1, 7))
+    return look_up(logs, tokens, HostCopies())(row)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, 0.0, -torch.inf])
+def test_neighbours_change_no_bit_of_what_is_looked_up_and_drawn(poison: float) -> None:
+    own = (3 * torch.randn(1, 100_003, generator=torch.Generator().manual_seed(0))).log_softmax(dim=1)
+    logs = torch.full((9, own.shape[1]), poison)
+    logs[4] = own
+    alone, among = looked_up(own, 0), looked_up(logs, 4)
+    assert (among.named, among.others) == (alone.named, alone.others)
+    numbers = [index / 64 for index in range(64)]
+    beside = [replace(alone, row=row) for row in (0, 4, 8)]
+    for number in numbers:
+        assert draw(logs, beside, [number] * 3)[1] == draw(own, [alone], [number])[0]
+
+
 def test_a_look_up_takes_a_time_in_proportion_to_its_rows() -> None:
     """Each row that is read finds its numbers by itself, without a look at the rows before it."""
     rows, looks = 64, 0

@@ -47,6 +47,7 @@ class Typical:
     def launch(
         self, steps: Sequence[DecidedTree], log_probabilities: Tensor | None, copies: HostCopies
     ) -> Callable[[Sequence[DecidedTree]], list[Accepted]]:
+        from workers.sampling.row_sums import sums_by_halves
         from workers.transfer import to_device
 
         places: list[tuple[int, int]] = []  # the decision and the token of each drafted token
@@ -59,7 +60,8 @@ class Typical:
         found = None
         if log_probabilities is not None and places:
             probabilities = log_probabilities.exp()  # [decisions, vocab]
-            entropies = -(probabilities * log_probabilities).nan_to_num(nan=0.0).sum(dim=1)  # 0 · −inf is NaN
+            informed = (probabilities * log_probabilities).nan_to_num_(nan=0.0)  # 0 · −inf is NaN
+            entropies = -sums_by_halves(informed)
             thresholds = (self.delta * (-entropies).exp()).clamp(max=self.epsilon)
             rows, tokens = (to_device(column, thresholds.device) for column in zip(*places, strict=True))
             drafted = probabilities[rows, tokens]
