@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grpc
 
@@ -52,11 +52,24 @@ class StepEngine(Protocol):
         """Free memory and files outside of Python objects, and stop the worker ranks. Closing twice is harmless."""
 
 
+@runtime_checkable
+class GoesAhead(Protocol):
+    """A `StepEngine` that can launch steps before their rows come."""
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether `step_ahead` may launch a step."""
+
+    def step_ahead(self) -> bool:
+        """Launch the next step if its rows are as good as known. Returns whether more is left to do."""
+
+
 class TargetServicer(LeasedServicer[KvOccupancy], target_pb2_grpc.TargetServiceServicer):
     """Owns the engine and the thread that it computes in. `WireServer` maps raised errors to gRPC status codes.
 
     A cancelled step that has not begun is not computed. One that has begun is finished, and repeating its rows repeats
-    their verdicts. Sequences belong to the lease of the client that stored them.
+    their verdicts. Sequences belong to the lease of the client that stored them. While no call waits, an engine may
+    launch the next step.
     """
 
     def __init__(
@@ -68,7 +81,8 @@ class TargetServicer(LeasedServicer[KvOccupancy], target_pb2_grpc.TargetServiceS
         """`learning` says what the draft on the target has learned."""
         self._engine = engine
         self._learning = learning
-        super().__init__(ComputeThread("target"), engine.release, leases)
+        ahead = engine.step_ahead if isinstance(engine, GoesAhead) and engine.goes_ahead else None
+        super().__init__(ComputeThread("target", ahead), engine.release, leases)
 
     async def Step(
         self,

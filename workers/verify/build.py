@@ -99,6 +99,7 @@ def _make(
         fingerprint=fingerprint(section, model, attention),
         directory=Path(section.path),
         is_tried=section.trial == "on",
+        goes_ahead=section.step_ahead == "auto" and model.device.type == "cuda" and section.tensor_parallel == 1,
     )
     return TargetEngine(model, pool, decider_of_model(model, decider), options), model, pool
 

@@ -40,6 +40,7 @@ from workers.model.dequantized import dequantized_from
 from workers.sampling.acceptance import AcceptanceRule, create_rule
 from workers.sampling.context import DecisionContext, common_leaders
 from workers.transfer import HostCopies
+from workers.verify.ahead import LaunchedRows, LaunchedStep, StepsAhead
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.constraints import Constraints
 from workers.verify.decider import Decider, Decisions, launch_rows
@@ -74,6 +75,8 @@ class EngineOptions:
     """The directory with the tokenizer, which grammars need."""
     is_tried: bool = True
     """Whether the model is known to compute in steps what it computes in one dense pass."""
+    goes_ahead: bool = False
+    """Whether `step_ahead` launches steps. It gains nothing where the host computes them, and is for one rank."""
 
 
 class TargetEngine:
@@ -101,6 +104,7 @@ class TargetEngine:
         self._constraints = Constraints(self._grammars, ForbiddenTexts(directory, model.vocabulary_size))
         self._dequantized_from = "" if directory is None else dequantized_from(directory)
         self._drafter = self._make_drafter(self._options.method)
+        self._ahead = StepsAhead(self._drop, is_on=self._options.goes_ahead)
         self._epoch = secrets.token_hex(8)
         self._profile: tuple[StepSample, ...] = ()
 
@@ -114,6 +118,7 @@ class TargetEngine:
 
     def info(self) -> TargetInfo:
         """Describe this target."""
+        self._ahead.drop()
         return replace(
             describe_target(self._model, self._pool),
             model=self._options.served_name or self._model.name,
@@ -144,10 +149,12 @@ class TargetEngine:
 
     def open(self, rows: Sequence[OpenRow]) -> OpenResult:
         """Create sequences anew, each with as much of its KV as is already stored. Repeating the call is safe."""
+        self._ahead.drop()
         return OpenResult(tuple(self._open(row) for row in rows), self._pool.occupancy())
 
     def release(self, sequence_ids: Sequence[SequenceId]) -> KvOccupancy:
         """Free the sequences' blocks; unknown ids are no error."""
+        self._ahead.release(sequence_ids)
         if self._drafter is not None:
             self._drafter.release(sequence_ids)
         for sequence_id in sequence_ids:
@@ -187,6 +194,57 @@ class TargetEngine:
     def step(self, batch: StepBatch) -> StepResult:
         """Verify the rows in one forward pass. A row that cannot be served gets a fault; the others are verified."""
         begun = time.perf_counter()
+        ahead = self._ahead.take(batch)
+        launched = ahead or self._launch(batch)
+        verdicts, rows = launched.verdicts, launched.rows
+        if rows is not None:
+            try:
+                for entry, verdict in zip(rows.ready, self._decide(rows), strict=True):
+                    verdicts[entry.row.sequence_id] = verdict
+            except BaseException:
+                self._drop(rows.ready)
+                raise
+        verified = time.perf_counter()
+        if rows is not None:
+            if ahead is None:
+                self._note_compute([entry.row for entry in rows.ready], verified - begun)
+            self._draft(rows.ready, verdicts)
+        finished = time.perf_counter()
+        result = StepResult(
+            verdicts=tuple(verdicts[row.sequence_id] for row in batch.rows),
+            kv=self._pool.occupancy(),
+            step_seconds=finished - begun,
+            draft_seconds=finished - verified if self._drafter is not None else 0.0,
+        )
+        self._ahead.end(batch, result.verdicts)
+        return result
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether `step_ahead` may launch a step."""
+        return self._ahead.is_on
+
+    def step_ahead(self) -> bool:
+        """Launch the next step before its rows come, if they are as good as known. For while no call waits.
+
+        Returns false: nothing is left to do.
+        """
+        expected = self._ahead.expect(self._sequences)
+        if expected is not None:
+            self._ahead.hold(self._launch(expected, is_ahead=True))
+        return False
+
+    def _drop(self, ready: Sequence[ReadyRow]) -> None:
+        """Free the blocks reserved for a step of which nothing was committed, and keep the stored tokens."""
+        self._collector.discard()
+        for entry in ready:
+            self._pool.truncate(entry.sequence.table, len(entry.sequence.tokens))
+
+    def _launch(self, batch: StepBatch, *, is_ahead: bool = False) -> LaunchedStep:
+        """Check the rows, reserve their blocks, and let the device compute all that it can without the host.
+
+        Of a step that `is_ahead`, nothing is launched unless all rows can be served.
+        """
         verdicts: dict[SequenceId, Verdict] = {}
         rows: list[tuple[VerifyRow, SequenceState]] = []
         ready: list[ReadyRow] = []
@@ -205,29 +263,16 @@ class TargetEngine:
                     ready.append(prepared)
                 else:
                     verdicts[row.sequence_id] = prepared
-        if ready:
-            try:
-                logits, leaders = self._forward(ready)
-                ready = self._constraints.applied(ready)  # while a GPU computes the pass
-                for entry, verdict in zip(ready, self._decide(ready, logits, leaders), strict=True):
-                    verdicts[entry.row.sequence_id] = verdict
-            except BaseException:
-                # Nothing was committed: free the blocks reserved for this step, keep the stored tokens.
-                self._collector.discard()
-                for entry in ready:
-                    self._pool.truncate(entry.sequence.table, len(entry.sequence.tokens))
-                raise
-        verified = time.perf_counter()
-        if ready:
-            self._note_compute([entry.row for entry in ready], verified - begun)
-            self._draft(ready, verdicts)
-        finished = time.perf_counter()
-        return StepResult(
-            verdicts=tuple(verdicts[row.sequence_id] for row in batch.rows),
-            kv=self._pool.occupancy(),
-            step_seconds=finished - begun,
-            draft_seconds=finished - verified if self._drafter is not None else 0.0,
-        )
+        if not ready or (is_ahead and verdicts):
+            self._drop(ready)
+            return LaunchedStep(batch, verdicts, None)
+        try:
+            logits, leaders = self._forward(ready)
+            ready = self._constraints.applied(ready)  # while a GPU computes the pass
+            return LaunchedStep(batch, verdicts, self._launch_decisions(ready, logits, leaders))
+        except BaseException:
+            self._drop(ready)
+            raise
 
     def _check(self, row: VerifyRow, problem: str | None) -> SequenceState | Verdict:
         """Check the row and return its sequence, which begins here if the row begins it.
@@ -310,22 +355,26 @@ class TargetEngine:
         )
         return self._runner.forward([entry.forward for entry in ready], options), leaders
 
-    def _decide(self, ready: Sequence[ReadyRow], logits: torch.Tensor, leaders: int) -> list[Verdict]:
-        """Decide at every node of the rows, from the logits of their pass, and accept one path of each tree."""
+    def _launch_decisions(self, ready: Sequence[ReadyRow], logits: torch.Tensor, leaders: int) -> LaunchedRows:
+        """Let the device decide at every node of the rows, from the logits of their pass."""
         copies = HostCopies()  # everything below arrives with the decisions, by one wait for a GPU
         logits, prompts = without_prompts(ready, logits, self._decider, copies)
         launched = launch_rows(self._decider, ready, logits, leaders, copies, self._rule.needs_distribution)
         self._collector.launch([entry.row for entry in ready], own_decisions(ready), logits, copies)
         walk = TreeWalk(self._rule, ready, launched, self._model.vocabulary_size, copies)
+        return LaunchedRows(ready, logits, prompts, walk)
+
+    def _decide(self, rows: LaunchedRows) -> list[Verdict]:
+        """Read the decisions of rows, and accept one path of each tree."""
         verdicts: list[Verdict] = []
-        decisions, walks = walk.walk(self._decider)
+        decisions, walks = rows.walk.walk(self._decider)
         with self._pool.moving_together():  # a GPU takes as long to move one row's tokens as those of all
-            for index, (entry, walked) in enumerate(zip(ready, walks, strict=True)):
-                verdict = self._accept(index, entry, walked, decisions, logits)
+            for index, (entry, walked) in enumerate(zip(rows.ready, walks, strict=True)):
+                verdict = self._accept(index, entry, walked, decisions, rows.logits)
                 if verdict.fault is None:
-                    if logprobs := prompts[index].read():
+                    if logprobs := rows.prompts[index].read():
                         verdict = replace(verdict, prompt_logprobs=logprobs)
-                    entry.sequence.prompt_end = prompts[index].end
+                    entry.sequence.prompt_end = rows.prompts[index].end
                     entry.sequence.last_row = entry.sent or entry.row
                     entry.sequence.last_verdict = verdict
                 verdicts.append(verdict)

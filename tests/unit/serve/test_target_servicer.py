@@ -124,3 +124,25 @@ async def test_errors_of_the_engine_arrive_as_they_were_raised() -> None:
             await target.open([open_row("child", 1, parent="unknown")])
         with pytest.raises(InvalidRequest, match="tokens"):
             await target.open([open_row("child")])
+
+
+@pytest.mark.parametrize("goes_ahead", [False, True])
+async def test_an_engine_that_goes_ahead_launches_steps_while_no_call_waits(goes_ahead: bool) -> None:
+    class Ahead(EchoEngine):
+        launches = 0
+
+        @property
+        def goes_ahead(self) -> bool:
+            return goes_ahead
+
+        def step_ahead(self) -> bool:
+            self.launches += 1
+            return False
+
+    engine = Ahead()
+    servicer = TargetServicer(engine)
+    for token in (1, 2):
+        assert (await step(servicer, verify_row("a", token))).verdicts[0].tokens == (token,)
+    await servicer.close()
+    assert engine.launches <= 2
+    assert (engine.launches > 0) is goes_ahead
