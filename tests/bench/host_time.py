@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import StepBatch, StepResult, VerifyRow
 from cluster.wire.codec.step import decode_step_batch, decode_step_result, encode_step_batch, encode_step_result
 from tests.bench.random_model import Shape
+from workers import transfer
 from workers.forward import cuda_graphs
 from workers.forward.backends.choice import ChosenBackend
 from workers.forward.backends.triton import CAPABILITIES, TritonBackend
@@ -35,6 +36,7 @@ from workers.forward.runner import ModelRunner, attention_setting
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.sampling import decide
+from workers.transfer import HostArray, to_host_together
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import EngineOptions, TargetEngine
 
@@ -47,12 +49,14 @@ SAMPLINGS = {
 """Parameters that all rows have."""
 PARTS = {
     "whole": "whole step",
+    "before": "before the pass is launched",
+    "after": "after the decisions have arrived",
     "plan": "planning the pass",
     "table": "the decisions' parameters",
     "wire": "the step's messages, encoded and decoded",
 }
 Microseconds = dict[str, float]
-"""Microseconds of a row, by part. The messages are not in the whole."""
+"""Microseconds of a row, by part. The messages are not in the whole. A GPU has nothing to do before and after."""
 
 
 class _Planning(TritonBackend):
@@ -82,12 +86,39 @@ class _Clock:
             self.seconds += time.thread_time() - begun
 
 
+class _Gpu:
+    """Stands for a GPU: each pass takes the same time, and computes nothing."""
+
+    def __init__(self, pass_seconds: float) -> None:
+        self._pass_seconds = pass_seconds
+        self._ends = 0.0
+        self.launched = self.arrived = 0.0
+        """When the last pass was launched, and when its decisions had arrived, in CPU seconds of the thread."""
+
+    def launch(self) -> None:
+        self.launched = time.thread_time()
+        self._ends = max(self._ends, time.perf_counter()) + self._pass_seconds
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Capture a pass, whose replay launches it."""
+        function()
+        return self.launch
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[HostArray]:
+        """Wait for all passes."""
+        if (left := self._ends - time.perf_counter()) > 0.0:
+            time.sleep(left)
+        found = to_host_together(tensors)
+        self.arrived = time.thread_time()
+        return found
+
+
 class HostSteps:
     """An engine whose sequences all take part in every step."""
 
-    def __init__(self, engine: TargetEngine, plan: _Clock, table: _Clock) -> None:
+    def __init__(self, engine: TargetEngine, plan: _Clock, table: _Clock, gpu: _Gpu) -> None:
         self.engine = engine
-        self._plan, self._table = plan, table
+        self._plan, self._table, self._gpu = plan, table, gpu
         self._tokens: dict[SequenceId, list[int]] = {}
 
     def add(self, count: int, stored: int, sampling: SamplingParameters) -> None:
@@ -110,8 +141,11 @@ class HostSteps:
         self._plan.seconds = self._table.seconds = 0.0
         begun = time.thread_time()
         result = self._step(rows)
+        ended = time.thread_time()
         spent = {
-            "whole": time.thread_time() - begun,
+            "whole": ended - begun,
+            "before": self._gpu.launched - begun,
+            "after": ended - self._gpu.arrived,
             "plan": self._plan.seconds,
             "table": self._table.seconds,
             "wire": _exchanged(rows, result),
@@ -155,8 +189,8 @@ def draft(nodes: int) -> TokenTree:
 
 
 @contextmanager
-def host_steps(tokens: int) -> Iterator[HostSteps]:
-    """An engine with room for so many tokens of all sequences, and CUDA graphs that compute nothing."""
+def host_steps(tokens: int, *, pass_seconds: float = 0.0, goes_ahead: bool = False) -> Iterator[HostSteps]:
+    """An engine with room for so many tokens of all sequences, and CUDA graphs that compute nothing for some time."""
 
     def compute(_: ModelRunner, tokens: object, positions: object, selected: torch.Tensor, *__: object) -> PassOutput:
         return PassOutput(torch.zeros(len(selected), VOCABULARY).index_fill_(1, torch.tensor([0]), 1.0))
@@ -164,12 +198,13 @@ def host_steps(tokens: int) -> Iterator[HostSteps]:
     def winners(_: object, logits: torch.Tensor, *__: object) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones(len(logits)), torch.zeros(len(logits), dtype=torch.int64)
 
-    plan, table = _Clock(TritonBackend.plan_packed), _Clock(decide.table_of)
+    plan, table, gpu = _Clock(TritonBackend.plan_packed), _Clock(decide.table_of), _Gpu(pass_seconds)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
         Shape(64, 64, 2, 2, 1, VOCABULARY, head=32).write(directory)
         replaced: list[tuple[Any, str, Any]] = [
-            (cuda_graphs, "CudaGraphCapture", lambda _: lambda function: function() or (lambda: None)),
+            (cuda_graphs, "CudaGraphCapture", lambda _: gpu.capture),
+            (transfer, "to_host_together", gpu.copy),
             (ModelRunner, "_compute", compute),
             (_Planning, "plan_packed", lambda *arguments: plan(*arguments)),
             (decide, "kernels_for", lambda _: SimpleNamespace()),
@@ -183,10 +218,10 @@ def host_steps(tokens: int) -> Iterator[HostSteps]:
         model = replace(load_model(section), uses_cuda_graphs=True)
         pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK), -(-tokens // BLOCK))
         chosen = ChosenBackend("triton", _Planning(attention_setting(model, pool)), CAPABILITIES)
-        engine = TargetEngine(model, pool, _OnGpu(), EngineOptions(attention=chosen))
+        engine = TargetEngine(model, pool, _OnGpu(), EngineOptions(attention=chosen, goes_ahead=goes_ahead))
         graphs = engine._runner.graphs
         if graphs is None:
             raise RuntimeError("the stand-in for a GPU has no CUDA graphs")
         graphs.warm_up()
-        yield HostSteps(engine, plan, table)
+        yield HostSteps(engine, plan, table, gpu)
         engine.close()

@@ -154,8 +154,8 @@ def parse(sections: Mapping[str, str], arguments: Sequence[str] | None = None) -
     parser.add_argument(
         "--variants",
         default="",
-        help="variants for `step`, `widths`, `quality`, `llama`, `start`, `memory` (loading) and `round` (host), "
-        "drafting methods for `serving-pairs` and `remote`, or roles for `recovery`",
+        help="variants for `step`, `widths`, `quality`, `llama`, `start`, `memory` (loading), `round` (host) "
+        "and `loop` (ahead), drafting methods for `serving-pairs` and `remote`, or roles for `recovery`",
     )
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help="where `llama` builds its peer")
     parser.add_argument("--quick", action="store_true", help="the smallest run that shows every table")

@@ -53,7 +53,7 @@ FIRST_TOKEN = {
     "whole": "one step of the engine alone",
 }
 """The parts of a prompt's way."""
-HOST_BATCHES, HOST_CONTEXT, HOST_STEPS = (8, 64), 1024, 22
+HOST_BATCHES, HOST_CONTEXT, HOST_STEPS = (1, 8, 64), 1024, 22
 """Rows of a step, tokens stored of each, and steps, of which two are not timed."""
 RECORDED_SECONDS = 0.1
 """Time in which an answer's last round gets into the histograms."""

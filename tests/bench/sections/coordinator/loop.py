@@ -2,6 +2,9 @@
 
 The target answers over a real socket after a fixed time, in this process, so both ends of the wire count. What is left
 of a round is the coordinator's loop and the wire. Its readers take every token. Requests that wait must cost nothing.
+
+With `--variants ahead`, whole rounds over an engine that plans and decides for a GPU, which stands still or computes
+nothing for the time that a pass took on an H200: with steps launched before their rows come, and without.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import uvloop
 
@@ -19,6 +23,7 @@ from cluster.core.ids import RequestId
 from cluster.core.kv import KvLayout, KvOccupancy
 from cluster.core.request import GenerationRequest, SamplingParameters, StoppingCriteria
 from cluster.core.verification import OpenResult, OpenRow, StepBatch, StepResult, TargetInfo, Verdict
+from tests.bench.host_time import host_steps
 from tests.bench.options import Options
 from tests.bench.report import heading, spread, table, write
 from tests.support.fakes.echo_workers import EchoEngine, target_at
@@ -31,7 +36,11 @@ STEP_SECONDS = 0.02
 WARM_UP, ROUNDS, QUICK_ROUNDS = 20, 100, 10
 GOAL_SECONDS, GOAL_ROW_SECONDS = 0.3e-3, 10e-6
 """What a round may cost beside its step, and what each of its rows adds."""
-_CONTEXT, _BLOCK = 4096, 16
+PASS_SECONDS = {1: 5.5e-3, 8: 6.1e-3, 64: 10.0e-3}
+"""Time of a pass of Llama-3.1-8B on an H200, by rows (`device-h200`)."""
+SURE_ROUNDS = 250
+"""Rounds after which an engine launches steps ahead."""
+_CONTEXT, _BLOCK, _ANSWER = 4096, 16, 1500
 _KV = KvOccupancy(1_000_000, 900_000)
 
 
@@ -63,6 +72,9 @@ class WaitingEngine(EchoEngine):
 
 def run(options: Options) -> None:
     """Measure and report."""
+    if "ahead" in options.variants:
+        _run_ahead(options)
+        return
     batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
     heading("Loop and wire: a round over a target that only waits")
     write(f"steps of {STEP_SECONDS * 1e3:.0f} ms")
@@ -111,14 +123,56 @@ async def _beside_step(options: Options, batch: int, waiting: int) -> float:
     return (whole - steps) / rounds
 
 
+def _run_ahead(options: Options) -> None:
+    """Measure and report rounds with steps launched ahead, and without, in turn."""
+    heading("Loop and wire: rounds with steps launched before their rows come, over a GPU that computes nothing")
+    rows = []
+    for batch in options.batches or ((1,) if options.quick else PASS_SECONDS):
+        found: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(options.repeats):
+            for goes_ahead, seconds in found.items():
+                seconds.append(1e3 * _run(_whole_round(options, batch, goes_ahead=goes_ahead)))
+        shares = [with_it / without for without, with_it in zip(*found.values(), strict=True)]
+        times = (spread(found[False], 2), spread(found[True], 2), spread(shares, 3))
+        rows.append([str(batch), f"{1e3 * PASS_SECONDS[batch]:.1f}", *times])
+    table(["rows", "pass, ms", "round, ms", "round with steps ahead, ms", "÷"], rows)
+
+
+async def _whole_round(options: Options, batch: int, *, goes_ahead: bool) -> float:
+    """Mean seconds of a round of `batch` rows."""
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    tokens, ends = batch * (_ANSWER + _BLOCK), list[float]()
+    with host_steps(tokens, pass_seconds=PASS_SECONDS[batch], goes_ahead=goes_ahead) as steps:
+        step = steps.engine.step
+
+        def timed(rows: StepBatch) -> StepResult:
+            result = step(rows)
+            if len(rows.rows) == batch:
+                ends.append(time.perf_counter())
+            return result
+
+        configuration = options.configuration("draft.method=none", f"scheduler.max_sequences={batch}")
+        with patch.object(steps.engine, "step", timed):
+            async with (
+                target_at(TargetServicer(steps.engine)) as target,
+                Coordinator(target, [], configuration, Metrics()) as coordinator,
+            ):
+                readers = [asyncio.create_task(_read(coordinator, index, _ANSWER)) for index in range(batch)]
+                await _until(lambda: len(ends) > SURE_ROUNDS + rounds)
+                for reader in readers:
+                    reader.cancel()
+                await asyncio.gather(*readers, return_exceptions=True)
+    return (ends[SURE_ROUNDS + rounds] - ends[SURE_ROUNDS]) / rounds
+
+
 async def _until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - the engine's thread has no event
         await asyncio.sleep(STEP_SECONDS)
 
 
-async def _read(coordinator: Coordinator, index: int) -> None:
+async def _read(coordinator: Coordinator, index: int, tokens: int = _CONTEXT - 8) -> None:
     """Read an answer that does not end while it is measured."""
-    sampling, stopping = SamplingParameters(temperature=0.0), StoppingCriteria(max_tokens=_CONTEXT - 8)
+    sampling, stopping = SamplingParameters(temperature=0.0), StoppingCriteria(max_tokens=tokens)
     request = GenerationRequest(RequestId(f"r{index}"), (5, 6, 7, 8), sampling, stopping, None, "", 1, None)
     async for _ in coordinator.generate(request):
         pass
