@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page
+from playwright.async_api import Browser, Page, Route
 
 from cluster.ingress.access.api_keys import parse_keys
 from cluster.ingress.access.key_ring import KeyRing
@@ -389,6 +389,32 @@ async def test_the_cluster_says_who_drafts(
         await page.wait_for_selector(".replica")
         assert await page.locator(".replica .meters div", has_text="drafters").locator("dd").inner_text() == shown
         assert ("drafts on the target" in await page.inner_html("#topology")) is is_on_target
+
+
+async def test_tokens_per_step_over_time_are_shown_of_a_draft_that_learns_alone(
+    browser: Browser, tmp_path: Path
+) -> None:
+    replicas = read_replicas(
+        "".join(
+            f'vllm:num_requests_running{{model_name="m",replica="{name}"}} 1\n'
+            f'pilotfish:draft_learned_texts{{model_name="m",replica="{name}"}} {texts}\n'
+            for name, texts in (("learns", 40), ("stays", 0))
+        )
+    )
+    app = create_app(HttpApi(tmp_path).client, LIMITS, page=PageSettings(9000))
+
+    async def decided(route: Route) -> None:
+        for replica in replicas:
+            replica["verdicts_total"] += 10
+            replica["committed_tokens_total"] += 25
+        await route.fulfill(json={"replicas": replicas})
+
+    async with listening(app) as url, opened(browser, f"{url}/") as page:
+        await page.route("**/cluster", decided)
+        await page.click("#tab-cluster")
+        await page.wait_for_selector("svg[aria-label^='Tokens per step over the last 60 s, at most 2.50']")
+        assert await page.locator("svg[aria-label^='Tokens per step over']").count() == 1
+        assert await page.locator("svg[aria-label^='Tokens per second over']").count() == 2
 
 
 async def test_the_key_is_asked_for_and_kept_in_memory_only(browser: Browser, tmp_path: Path) -> None:

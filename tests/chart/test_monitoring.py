@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.coordinator.metrics import Metrics
 from cluster.core.request import Commit
+from cluster.core.verification import LearningStatus
 from tests.support.chart.rendering import CHART, render_ci
 
 RULES = yaml.safe_load((CHART / "files" / "rules.yaml").read_text("utf-8"))
@@ -30,6 +31,7 @@ def exposed() -> dict[str, set[str]]:
     metrics.failed(ValueError())
     for reason in REASONS:
         metrics.drafter_fallback(reason)
+    metrics.learned(LearningStatus())
     text = metrics.exposition()[0].decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {sample.name: set(sample.labels) for sample in samples} | {name: {"model_name"} for name in RECORDED}

@@ -16,6 +16,7 @@ export class Cluster {
     this.timer = null;
     this.before = new Map();
     this.rates = new Map();
+    this.steps = new Map();
   }
 
   start() {
@@ -68,7 +69,8 @@ export class Cluster {
       pair.append(element("dd", "", String(value)), element("dt", "", label));
       list.append(pair);
     }
-    card.append(list, this.#line(replica.id));
+    card.append(list, line(this.rates.get(replica.id), POINTS, "tokens per second", 0));
+    if (learns(replica)) card.append(...this.#stepLine(replica.id, verdicts ? committed / verdicts : null));
     return card;
   }
 
@@ -84,30 +86,60 @@ export class Cluster {
     return { before: (seen[0] ?? { replica }).replica, rate };
   }
 
-  #line(id) {
-    const rates = this.rates.get(id);
-    const most = ceiling(Math.max(1, ...rates));
-    const at = (index) => 40 + (252 * (POINTS - rates.length + index)) / (POINTS - 1);
-    const points = rates.map((rate, index) => `${at(index).toFixed(1)},${(78 - (66 * rate) / most).toFixed(1)}`);
-    const label = `Tokens per second over the last ${POINTS} seconds, at most ${Math.max(...rates).toFixed(0)}`;
-    const tick = (x, y, content, anchor) => {
-      const text = svg("text", { x, y, "text-anchor": anchor });
-      text.textContent = content;
-      return text;
-    };
-    return svg(
-      "svg",
-      { class: "line", viewBox: "0 0 300 100", role: "img", "aria-label": label },
-      svg("path", { class: "axes", d: "M40 8V78H292M40 12H292M40 45H292" }),
-      svg("polyline", { points: points.join(" ") }),
-      tick(36, 16, String(most), "end"),
-      tick(36, 49, String(most / 2), "end"),
-      tick(36, 81, "0", "end"),
-      tick(40, 95, `${POINTS} s ago`, "start"),
-      tick(292, 95, "now", "end"),
-      tick(166, 95, "tokens per second", "middle"),
-    );
+  /** A line of tokens per step since the page looks; the last figure stays while nothing is decided. */
+  #stepLine(id, figure) {
+    const steps = this.steps.get(id) ?? new Series();
+    this.steps.set(id, steps);
+    const value = figure ?? steps.values.at(-1);
+    if (value === undefined) return [];
+    steps.add(value);
+    return [line(steps.values, POINTS * steps.period, "tokens per step", 2)];
   }
+}
+
+/** Values over a time that grows: when there are too many, every second one goes, and each stands for twice as long. */
+class Series {
+  constructor() {
+    this.values = [];
+    this.period = 1;
+    this.looks = 0;
+  }
+
+  add(value) {
+    this.looks += 1;
+    if (this.looks % this.period) return;
+    this.values.push(value);
+    if (this.values.length <= POINTS) return;
+    this.values = this.values.filter((_, index) => index % 2 === 0);
+    this.period *= 2;
+  }
+}
+
+/** A line of values, the last one now. `POINTS` of them would span so many seconds. */
+function line(values, seconds, name, digits) {
+  const most = ceiling(Math.max(1, ...values));
+  const at = (index) => 40 + (252 * (POINTS - values.length + index)) / (POINTS - 1);
+  const points = values.map((value, index) => `${at(index).toFixed(1)},${(78 - (66 * value) / most).toFixed(1)}`);
+  const span = seconds < 120 ? `${seconds} s` : `${Math.round(seconds / 60)} min`;
+  const title = name[0].toUpperCase() + name.slice(1);
+  const label = `${title} over the last ${span}, at most ${Math.max(...values).toFixed(digits)}`;
+  const tick = (x, y, content, anchor) => {
+    const text = svg("text", { x, y, "text-anchor": anchor });
+    text.textContent = content;
+    return text;
+  };
+  return svg(
+    "svg",
+    { class: "line", viewBox: "0 0 300 100", role: "img", "aria-label": label },
+    svg("path", { class: "axes", d: "M40 8V78H292M40 12H292M40 45H292" }),
+    svg("polyline", { points: points.join(" ") }),
+    tick(36, 16, String(most), "end"),
+    tick(36, 49, String(most / 2), "end"),
+    tick(36, 81, "0", "end"),
+    tick(40, 95, `${span} ago`, "start"),
+    tick(292, 95, "now", "end"),
+    tick(166, 95, name, "middle"),
+  );
 }
 
 /** The next of 1, 2, 5, 10, 20, 50, … that is not below a value. */
@@ -123,9 +155,15 @@ function drafters(states, version) {
   return failed ? `${available} of ${available + failed}` : String(available);
 }
 
+/** Whether the draft learns, or drafts with what it has learned. */
+function learns({ draft_learned_texts: texts, draft_version: version }) {
+  return Boolean(texts || version);
+}
+
 /** What the draft has learned from; nothing where it does not learn. */
-function learned({ draft_learned_texts: texts, draft_version: version, ...replica }) {
-  if (!texts && !version) return [];
+function learned(replica) {
+  if (!learns(replica)) return [];
+  const { draft_learned_texts: texts } = replica;
   const { draft_tokens_per_step_before: before, draft_tokens_per_step_after: after } = replica;
   const figures = [["texts to learn from", texts]];
   if (before) figures.push(["tokens per step, last training", `${before.toFixed(2)} → ${after.toFixed(2)}`]);

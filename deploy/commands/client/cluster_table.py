@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from rich.box import SIMPLE
@@ -27,6 +29,9 @@ _HEADINGS = (
 )
 _CAPTION = "drafts by: drafters that answer, or the target itself; vN: learned version"
 _LEARNING_HEADINGS = ("replica", "learned\nversion", "texts\nseen", "last training,\ntokens/step")
+_OVER_TIME = "tokens/step\nsince top began"
+_MOST_LOOKS, _MOST_POINTS = 3600, 16
+_BARS = "▁▂▃▄▅▆▇█"
 _DRAFTER_HEADINGS = ("drafter", "drafts for", "state", "sequences", "drafted\n/s", "busy")
 
 
@@ -87,6 +92,32 @@ class ReplicaStatus:
         return asdict(self)
 
 
+class TokensPerStep:
+    """Tokens per step of each replica over the last 3,600 looks at most, as a line of 16 bars at most."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, deque[float]] = {}
+
+    def add(self, found: Sequence[ReplicaStatus]) -> None:
+        """Add a look. A replica that decided nothing since the last one adds nothing; one that is gone is forgotten."""
+        self._found = {one.id: self._found.get(one.id, deque(maxlen=_MOST_LOOKS)) for one in found}
+        for one in found:
+            if one.tokens_per_step is not None:
+                self._found[one.id].append(one.tokens_per_step)
+
+    def line(self, replica: str) -> str:
+        """The means of equal parts of the looks, from the lowest bar to the highest, and the range of these means."""
+        looks = list(self._found.get(replica, ()))
+        if not looks:
+            return _NONE
+        count = min(len(looks), _MOST_POINTS)
+        edges = [len(looks) * index // count for index in range(count + 1)]
+        means = [sum(looks[low:high]) / (high - low) for low, high in pairwise(edges)]
+        least, most = min(means), max(means)
+        bars = (_BARS[int((len(_BARS) - 1) * (one - least) / max(1e-9, most - least))] for one in means)
+        return f"{''.join(bars)} {least:.2f}–{most:.2f}"
+
+
 def statuses(
     before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]], seconds: float
 ) -> list[ReplicaStatus]:
@@ -95,20 +126,23 @@ def statuses(
     return [_status(earlier.get(replica["id"], replica), replica, seconds) for replica in after]
 
 
-def tables(found: Sequence[ReplicaStatus], problem: str = "") -> Group:
-    """Return the table of replicas, and below it who drafts for whom and what drafts have learned, where any do."""
+def tables(found: Sequence[ReplicaStatus], problem: str = "", history: TokensPerStep | None = None) -> Group:
+    """Return the table of replicas, and below it who drafts for whom and what drafts have learned, where any do.
+
+    With a `history`, what drafts have learned is beside the tokens per step over time.
+    """
     shown = [status_table(found, problem)]
     if any(one.drafting for one in found):
         shown.append(drafter_table(found))
     if any(_learns(one) for one in found):
-        shown.append(learning_table(found))
+        shown.append(learning_table(found, history))
     return Group(*shown)
 
 
-def learning_table(found: Sequence[ReplicaStatus]) -> Table:
+def learning_table(found: Sequence[ReplicaStatus], history: TokensPerStep | None = None) -> Table:
     """Return a table with one row per replica whose draft learns."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in _LEARNING_HEADINGS:
+    for heading in (*_LEARNING_HEADINGS, *([] if history is None else [_OVER_TIME])):
         table.add_column(heading, justify="left" if heading == "replica" else "right", vertical="bottom")
     for one in filter(_learns, found):
         before, after = one.tokens_per_step_before, one.tokens_per_step_after
@@ -117,6 +151,7 @@ def learning_table(found: Sequence[ReplicaStatus]) -> Table:
             str(one.draft_version or _NONE),
             str(one.learned_texts),
             _NONE if before is None or after is None else f"{before:.2f} → {after:.2f}",
+            *([] if history is None else [history.line(one.id)]),
         )
     return table
 

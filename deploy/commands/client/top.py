@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.core.errors import PilotfishError
-from deploy.commands.client.cluster_table import ReplicaStatus, statuses, tables
+from deploy.commands.client.cluster_table import ReplicaStatus, TokensPerStep, statuses, tables
 from deploy.commands.client.connection import get, server_client
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.network.https_client import CacertOption, UrlOption
@@ -95,15 +95,17 @@ async def _follow(
 ) -> None:
     """Show the table look after look, for ever. `before` is what the server said at `since`."""
     found: list[ReplicaStatus] = statuses(before, before, interval)
+    history = TokensPerStep()
     while True:
         await asyncio.sleep(interval)
         try:
             after, now = await _look(client)
         except PilotfishError as error:  # the server may come back
-            live.update(tables(found, str(error)), refresh=True)
+            live.update(tables(found, str(error), history), refresh=True)
             continue
         found = statuses(before, after, now - since)
-        live.update(tables(found), refresh=True)
+        history.add(found)
+        live.update(tables(found, history=history), refresh=True)
         before, since = after, now
 
 

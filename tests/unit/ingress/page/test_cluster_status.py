@@ -24,7 +24,7 @@ from cluster.core.verification import LearningStatus, StepResult, Verdict, Verif
 from cluster.ingress.endpoints.cluster_status import read_replicas
 from cluster.ingress.router.metrics_text import merged
 from cluster.speculation.observation import DraftTime, RoundDrafts, RoundRecord, RoundTimes
-from deploy.commands.client.cluster_table import status_table, statuses, tables
+from deploy.commands.client.cluster_table import TokensPerStep, learning_table, status_table, statuses, tables
 from deploy.commands.client.top import print_statuses, watch
 
 ROUND = RoundRecord(
@@ -54,6 +54,10 @@ def coordinator(running: int = 2, waiting: int = 1, verdicts: int = 4) -> Metric
     return metrics
 
 
+EMPTY = read_replicas('vllm:num_requests_running{model_name="tiny"} 0\n')[0]
+"""A replica that has done nothing."""
+
+
 def test_the_version_of_a_draft_that_learns_is_shown() -> None:
     metrics = Metrics()
     metrics.begin("tiny", True, lambda: 2, lambda: 1, lambda: 0.25)  # without drafters: the target drafts
@@ -79,6 +83,42 @@ def test_the_version_of_a_draft_that_learns_is_shown() -> None:
         console = Console(file=io.StringIO(), width=80)
         console.print(status_table([one]))
         assert "target v3" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+class TestTokensPerStepOverTime:
+    """The line beside what a draft has learned, in `pilotfish top`."""
+
+    def test_it_rises_from_the_lowest_bar_to_the_highest_whatever_the_number_of_looks(self) -> None:
+        history, rising = TokensPerStep(), statuses([EMPTY], [EMPTY], 1.0)[0]
+        for look in range(1000):
+            history.add([replace(rising, tokens_per_step=1 + look / 1000)])
+        bars, span = history.line("").split()
+        assert (bars[0], bars[-1], len(bars)) == ("▁", "█", 16)
+        assert bars == "".join(sorted(bars))
+        assert span == "1.03–1.97"  # means of 62 or 63 looks
+
+    def test_looks_without_a_decision_count_for_nothing_and_a_replica_that_left_is_forgotten(self) -> None:
+        history, (one,) = TokensPerStep(), statuses([EMPTY], [EMPTY], 1.0)
+        history.add([one])
+        assert one.tokens_per_step is None and history.line("") == "–"
+        history.add([replace(one, tokens_per_step=2.0)])
+        assert history.line("") == "▁ 2.00–2.00"
+        history.add([replace(one, id="another")])
+        assert history.line("") == "–"
+
+    def test_the_table_with_it_fits_into_eighty_columns(self) -> None:
+        history, (one,) = TokensPerStep(), statuses([EMPTY], [EMPTY], 1.0)
+        learned = replace(
+            one, id="0a1b2c3d:target-0123456789", draft_version=120, learned_texts=123456, tokens_per_step=2.5,
+            tokens_per_step_before=12.25, tokens_per_step_after=13.5,
+        )  # fmt: skip
+        for look in range(50):
+            history.add([replace(learned, tokens_per_step=10.0 + look)])
+        console = Console(file=io.StringIO(), width=80)
+        console.print(learning_table([learned], history))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert max(map(len, text.splitlines())) <= 80
+        assert "since top began" in text and history.line(learned.id) in text
 
 
 def test_the_status_of_one_coordinator() -> None:
