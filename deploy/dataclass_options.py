@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import GenericAlias
@@ -15,14 +15,21 @@ from typer.models import OptionInfo
 
 from cluster.core.errors import ConfigurationError
 
+_CONTEXT = "context"
+"""The name of the parameter with what typer knows of the command line."""
+Base = Callable[[Mapping[str, Any], Collection[str]], Mapping[str, Any]]
+"""Gives values of options that the command line does not give. It gets all values by name, and the names given."""
 
-def command_with_options(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+
+def command_with_options(
+    options: type[Any], base: Base | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a function whose first parameter is an instance of the dataclass `options` into a typer command.
 
     Every field of the dataclass becomes an option of the command, with the field's type, default and annotation: a
     `typer.Option`, or a help text alone. The function's other parameters stay options of their own. A field of type
     `tuple[T, ...]` may be repeated on the command line, unless its annotation has a parser (see `number_list`). A tuple
-    of numbers that is annotated with a help text has one.
+    of numbers that is annotated with a help text has one. `base` has values in the place of defaults.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -34,15 +41,28 @@ def command_with_options(options: type[Any]) -> Callable[[Callable[..., None]], 
             chosen = {name: values.pop(name) for name in declared}
             for name, value in chosen.items():
                 chosen[name] = tuple(value) if isinstance(value, list) else value
+            if base is not None:
+                context: typer.Context = values.pop(_CONTEXT)
+                given = {name for name in declared if _is_given(context, name)}
+                chosen |= {name: value for name, value in base(chosen, given).items() if name not in given}
             function(options(**chosen), **values)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         parameters = [*declared.values(), *own.values()]
+        if base is not None:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(_CONTEXT, kind, annotation=typer.Context))
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by typer
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return decorate
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line, or a variable of the environment, gives an option."""
+    source = context.get_parameter_source(name)
+    return source is not None and not source.name.startswith("DEFAULT")
 
 
 def number_list(option: str, kind: type[int] | type[float]) -> Callable[[Any], tuple[Any, ...]]:

@@ -211,14 +211,19 @@ def read_values(config: str) -> dict[str, Any]:
             raise ConfigurationError(
                 f"--config {config}: needed a readable file or a preset ({known}); {error}"
             ) from None
-    values = _parse(config, text)
+    return parse_values(config, text)
+
+
+def parse_values(source: str, text: str) -> dict[str, Any]:
+    """The nested values of the text of a YAML file that errors call `source`. Raises `ConfigurationError`."""
+    values = _parse(source, text)
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigurationError(f"{config}: needed sections with keys, found {type(values).__name__}")
+        raise ConfigurationError(f"{source}: needed sections with keys, found {type(values).__name__}")
     for key in values:
         if not isinstance(key, str):
-            raise ConfigurationError(f"{config}: {key} is refused; keys must be strings")
+            raise ConfigurationError(f"{source}: {key} is refused; keys must be strings")
     return values
 
 

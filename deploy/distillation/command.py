@@ -7,19 +7,41 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from cluster.core.errors import ConfigurationError
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.dataclass_options import command_with_options
+from deploy.distillation.recipe import recipe_values, recipes, summary
 from deploy.progress import ProgressReporter
 from deploy.settings import load_settings
-from deploy.terminal import notices
+from deploy.terminal import notices, output
 from workers.distill.options import SINGLE_PROCESS, DistillOptions
 from workers.model.draft_card import LAYERS
 
 
-@command_with_options(DistillOptions)
-def distill(options: DistillOptions, config: ConfigOption = None, assignments: SetOption = None) -> None:
+def _print_recipes(is_wanted: bool) -> None:
+    if is_wanted:
+        for name in recipes():
+            output.print(f"{name:10} {summary(name)}", markup=False)
+        raise typer.Exit
+
+
+RecipesOption = Annotated[
+    bool,
+    typer.Option("--recipes", callback=_print_recipes, is_eager=True, help="Print the packaged recipes and exit."),
+]
+
+
+@command_with_options(DistillOptions, recipe_values)
+def distill(
+    options: DistillOptions,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    recipes_wanted: RecipesOption = False,  # noqa: ARG001 - its callback has ended the command
+) -> None:
     """Train a draft: the target answers prompts, and a small model or a module learns to predict the answers."""
     chosen = tuple(assignments or ())
     settings = load_settings(config, chosen)

@@ -43,6 +43,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tap-norm", choices=("each", "none"), default="each", help="Whether each hidden state is normalised.")
     add("--depths", type=int, default=5, help="Steps of a roll-out.")
     add("--loss", choices=tuple(DIVERGENCES), default=FORWARD_KL, help="Divergence to minimise.")
+    add("--overlap", type=float, default=0.0, help="Weight of the common share of draft and target in the loss.")
     add("--learning-rate", type=float, default=1e-3)
     add("--batch-tokens", type=int, default=16384, help="Tokens of a batch, padding included.")
     add("--pack", action="store_true", help="Let texts share rows of --max-length, instead of padding similar ones.")
@@ -101,6 +102,7 @@ class Run(SingleProcess):
             batch_tokens=chosen.batch_tokens,
             packs=chosen.pack,
             loss=chosen.loss,
+            overlap=chosen.overlap,
         )
         rows = torch.tensor(vocabulary, device=self.device)
         self.peers.shard(head)

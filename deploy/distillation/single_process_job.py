@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import fields
 
 import torch
 
@@ -14,7 +13,6 @@ from deploy.distillation.execute import execute
 from deploy.distillation.rank_writer import RankWriter
 from deploy.distillation.served_texts import Server
 from workers.distill.data import ANSWERS
-from workers.distill.divergence import divergence_named
 from workers.distill.job import DistillJob
 from workers.distill.options import DSPARK, DistillOptions
 from workers.distill.seq2seq_data import is_encoder_decoder
@@ -28,10 +26,6 @@ _ROUNDS = 8
 """Conversations of a batch that a cluster writes, for each of its sequences: the next one begins when one ends."""
 _SERVED_PROMPTS, _SERVED_TOKENS = 8, 64
 """Prompts that the served draft answers, and most tokens of each answer."""
-_OF_OTHER_KINDS = (
-    *("field", "student_config", "int8", "search", "on_policy", "optimizer"),
-    *("mix_rank", "selector_rank"),
-)
 
 
 def distill_in_one_process(job: DistillJob, server: Server | None = None) -> None:
@@ -42,13 +36,9 @@ def distill_in_one_process(job: DistillJob, server: Server | None = None) -> Non
     """
     given = job.options
     is_block = given.kind == DSPARK
-    for name in (*_OF_OTHER_KINDS, "loss" if is_block else "layers"):
-        if getattr(given, name) != next(field.default for field in fields(given) if field.name == name):
-            raise ConfigurationError(f"{flag(name)}: refused for kind {given.kind}")
     for name in ("vocabulary_size", "taps", *(("layers", "depths") if is_block else ())):
         if given.start is not None and getattr(given, name):
             raise ConfigurationError(f"{flag(name)}: refused with --start, whose draft has its own")
-    divergence_named(given.loss)
     if given.max_tokens >= given.max_length:
         raise ConfigurationError(
             f"--max-tokens: {given.max_tokens} is refused; it must be below --max-length, {given.max_length}, of which "
@@ -104,7 +94,12 @@ def head_words(given: DistillOptions) -> list[str]:
     """The options of an EAGLE-3 head."""
     words = ["--batch-tokens", str(given.batch_tokens), "--depths", str(given.depths or _DEPTHS)]
     words += ["--pack"] if given.pack else []
-    return [*words, "--vocabulary-size", str(given.vocabulary_size or _VOCABULARY), "--loss", given.loss]
+    words += ["--vocabulary-size", str(given.vocabulary_size or _VOCABULARY), "--loss", given.loss]
+    return words + _overlap(given)
+
+
+def _overlap(given: DistillOptions) -> list[str]:
+    return [] if given.overlap_weight is None else ["--overlap", str(given.overlap_weight)]
 
 
 def block_words(given: DistillOptions) -> list[str]:
@@ -120,7 +115,7 @@ def block_words(given: DistillOptions) -> list[str]:
         words += ["--vocabulary-size", str(given.vocabulary_size)]
     if given.layers:
         words += ["--layers", str(len(given.layers)), "--start-layers", ",".join(map(str, given.layers))]
-    return words
+    return words + _overlap(given)
 
 
 def _slots(given: DistillOptions) -> int:

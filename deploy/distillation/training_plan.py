@@ -34,7 +34,6 @@ from workers.distill.modules.memory import (
 from workers.distill.modules.module_plan import (
     layer_shape,
     module_training_plan,
-    refuse_unread,
     wanted_shape,
     with_defaults,
 )
@@ -259,7 +258,6 @@ def _module_training(options: DistillOptions, config: Any, size: TargetSize, tar
 
 def _student_training(options: DistillOptions, size: TargetSize, target: Path) -> Training:
     """The training of a small model. Raises `ConfigurationError` for one whose layers are unlike Llama's."""
-    refuse_unread(options)
     plan = student_plan(options)
     config: Any = checked_config(target, plan, options.vocabulary_size)
     shape = StudentShape(layer_shape(config, options.max_length), int(config.num_hidden_layers))

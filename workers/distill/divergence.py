@@ -8,11 +8,13 @@ student cannot propose are removed from the target's distribution, which is then
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from cluster.core.errors import ConfigurationError, shorten
+from workers.distill.options import LOSSES
 
 _LEAST = 1e-6
 """Lower bound of a remainder's probability, so that its logarithm is finite."""
@@ -41,20 +43,35 @@ def overlap(student: Tensor, target: Tensor, known: Tensor) -> Tensor:
     return 1 - torch.minimum(student.exp(), target.exp()).masked_fill(~known, 0.0).sum(dim=-1)
 
 
-FORWARD_KL = "forward_kl"
-DIVERGENCES: dict[str, Divergence] = {FORWARD_KL: forward_kl, "reverse_kl": reverse_kl, "overlap": overlap}
+FORWARD_KL = LOSSES[0]
+DIVERGENCES: dict[str, Divergence] = dict(zip(LOSSES, (forward_kl, reverse_kl, overlap), strict=True))
 
 
-def divergence_named(name: str) -> Divergence:
-    """The divergence of that name. Raises `ConfigurationError` for an unknown name."""
+def divergence_named(name: str, overlap_weight: float = 0.0) -> Divergence:
+    """The divergence of that name, with so many times `overlap` added. Raises `ConfigurationError` for another name."""
     if name not in DIVERGENCES:
         raise ConfigurationError(f"loss: {shorten(name)} is unknown; it must be one of {', '.join(DIVERGENCES)}")
-    return DIVERGENCES[name]
+    return partial(_with_overlap, DIVERGENCES[name], overlap_weight) if overlap_weight else DIVERGENCES[name]
 
 
-def distillation_loss(logits: Tensor, leading: Tensor, log_probabilities: Tensor, divergence: Divergence) -> Tensor:
-    """The mean of `divergences` over positions."""
-    return divergences(logits, leading, log_probabilities, divergence).mean()
+def _with_overlap(divergence: Divergence, weight: float, student: Tensor, target: Tensor, known: Tensor) -> Tensor:
+    """A divergence [positions] and, `weight` times, what the best coupling of both distributions rejects."""
+    return divergence(student, target, known) + weight * overlap(student, target, known)
+
+
+def distillation_loss(
+    logits: Tensor, leading: Tensor, log_probabilities: Tensor, divergence: Divergence, rejection_weight: float = 1.0
+) -> Tensor:
+    """The mean of `divergences` over positions.
+
+    Positions count `rejection_weight` times where the student's most probable token is not the target's.
+    """
+    found = divergences(logits, leading, log_probabilities, divergence)
+    if rejection_weight == 1.0:
+        return found.mean()
+    best = leading.gather(1, log_probabilities.argmax(dim=1, keepdim=True)).squeeze(1)
+    weights = torch.where(logits.argmax(dim=-1) == best, 1.0, rejection_weight)
+    return (found * weights).sum() / weights.sum()
 
 
 def divergences(logits: Tensor, leading: Tensor, log_probabilities: Tensor, divergence: Divergence) -> Tensor:

@@ -69,6 +69,10 @@ class TrainingPlan:
 
     loss: str = "forward_kl"
     """The name of the divergence that is minimised, one of `DIVERGENCES`."""
+    overlap_weight: float = 0.0
+    """Weight of the share of tokens that the best coupling rejects, added to the divergence."""
+    rejection_weight: float = 1.0
+    """Weight of a token at which the target would reject the draft's own greedy one, relative to the others."""
     on_policy: float = 0.0
     """Share of the batches whose answers the student writes."""
     learning_rate: float = 1e-3
@@ -92,7 +96,7 @@ class TrainingPlan:
     """Time between checkpoints, in seconds."""
 
     def __post_init__(self) -> None:
-        divergence_named(self.loss)
+        divergence_named(self.loss, self.overlap_weight)
         if (self.steps is None) == (self.seconds is None):
             raise ConfigurationError("training: needed a number of steps or of minutes, and not both")
         if not 0 <= self.on_policy <= 1:
@@ -117,6 +121,8 @@ def training_plan(options: DistillOptions) -> TrainingPlan:
     """The settings of the training that a command's options ask for. Raises `ConfigurationError`."""
     return TrainingPlan(
         loss=options.loss,
+        overlap_weight=options.overlap_weight or 0.0,
+        rejection_weight=options.rejection_weight,
         on_policy=options.on_policy,
         learning_rate=options.learning_rate,
         batch_tokens=options.batch_tokens,

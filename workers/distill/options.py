@@ -1,14 +1,19 @@
-"""The options of a distillation. Each is declared once, with its type, default and help text."""
+"""The options of a distillation: the recipe of its training, and what one run adds to it.
+
+Each is declared once, with its type, default and help text. A recipe is read from a file or from the command line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict
 
 from cluster.core.bounds import MAX_TEMPERATURE
-from cluster.core.errors import ConfigurationError
+from cluster.core.errors import ConfigurationError, shorten
 from workers.model.draft_card import LAYERS
 from workers.model.draft_shapes import SHAPES
 
@@ -20,22 +25,46 @@ Their modules are of the kinds `eagle` and `block`.
 """
 PLANNED = (*SINGLE_PROCESS, LAYERS, *(kind for kind in SHAPES if kind != "table"))
 """The kinds whose memory is known before they are trained: all that a device trains."""
+KINDS = (LAYERS, *SHAPES, *SINGLE_PROCESS)
 
 PATHS = ("heads", "block", "eagle")
 """The kinds that are trained on paths of drafted tokens."""
+LOSSES = ("forward_kl", "reverse_kl", "overlap")
+"""The names of the divergences."""
 
+_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "field": (LAYERS, "heads", "table"),
+    "student_config": (LAYERS,),
+    "layers": (LAYERS, "block", "eagle", "exit", DSPARK),
+    "taps": (*PATHS, *SINGLE_PROCESS),
+    "depths": ("heads", "block", "table", *SINGLE_PROCESS),
+    "mix_rank": ("heads",),
+    "selector_rank": ("heads", "block"),
+    "optimizer": PATHS,
+    "int8": PATHS,
+    "search": ("exit",),
+    "loss": tuple(kind for kind in KINDS if kind not in ("table", DSPARK)),
+    "overlap_weight": tuple(kind for kind in KINDS if kind != "table"),
+    "on_policy": (LAYERS,),
+    "rejection_weight": (LAYERS, *PATHS),
+    "pack": (EAGLE3,),
+}
+"""Options that not every kind reads, and the kinds that do. Elsewhere, another value than the default is refused."""
 _POSITIVE = (
     *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
-    *("evaluate_prompts", "minutes", "steps", "depths", "device_gb", "workers", "rejection_weight"),
+    *("evaluate_prompts", "minutes", "steps", "depths", "rejection_weight"),
 )
+_POSITIVE_OF_A_RUN = ("device_gb", "workers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistillOptions:
-    """The options of one distillation run, from prompt files to the directory of the draft.
+class Recipe:
+    """What is trained, on which texts and how: all that decides the draft but for the target and the machine.
 
-    Raises `ConfigurationError` for a value out of bounds, for options that exclude each other, and for missing files.
+    Raises `ConfigurationError` for a value out of bounds, and for an option that the kind does not read.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     prompts: Annotated[
         tuple[Path, ...],
@@ -43,31 +72,10 @@ class DistillOptions:
         "text, or system messages alone; a .txt file with a prompt in each line; or a directory that save_to_disk of "
         "Hugging Face's datasets wrote. May be repeated.",
     ] = ()
-    out: Annotated[Path, "Directory to write the draft to."] = Path()
-    plan: Annotated[
-        bool,
-        "For all kinds but table: print the memory and the predicted speed of the training instead, per number of "
-        "devices. The target's config.json suffices; nothing is started.",
-    ] = False
-    device_gb: Annotated[float, "For --plan: memory of a device in GB."] = 80.0
-    json: Annotated[bool, "For --plan: print JSON."] = False
-    url: Annotated[
-        str | None,
-        "The HTTP API of a running server that has the same target and answers the prompts, such as http://host:8000. "
-        "Unset: this command serves the target itself.",
-    ] = None
-    cacert: Annotated[
-        str | None,
-        "PEM file of certificates by which an https server is checked. Unset: server.tls.ca, or the system's.",
-    ] = None
     field: Annotated[
         str | None,
         "For an encoder-decoder target: the field of the JSONL prompts that holds the source. Unset: every "
         "line of a prompt file is a source.",
-    ] = None
-    work: Annotated[
-        Path | None,
-        "Directory for answers and checkpoints, from which a later run continues. Unset: OUT.work",
     ] = None
     kind: Annotated[
         str,
@@ -131,14 +139,18 @@ class DistillOptions:
     search: Annotated[bool, "For exit: find the layers that draft on held-out answers, instead of --layers."] = False
     loss: Annotated[
         str,
-        "Divergence to minimise, of all kinds but dspark: forward_kl, reverse_kl, or overlap, the share of tokens that "
-        "the target rejects at best: one minus the sum of min(p, q).",
-    ] = "forward_kl"
+        "Divergence to minimise: forward_kl, reverse_kl, or overlap, the share of tokens that the target rejects at "
+        "best: one minus the sum of min(p, q). For dspark: forward_kl, the cross entropy.",
+    ] = LOSSES[0]
+    overlap_weight: Annotated[
+        float | None,
+        "Weight of overlap, added to the divergence of --loss. Unset: 0, and 1 for dspark.",
+    ] = None
     on_policy: Annotated[float, "Share of batches whose answers the student writes."] = 0.0
     rejection_weight: Annotated[
         float,
-        "For heads, block and eagle: weight of the token at which the target would reject the draft's own greedy "
-        "chain, relative to the others.",
+        "For layers, heads, block and eagle: weight of the token at which the target would reject the draft's own "
+        "greedy token, relative to the others. In a chain that is drafted at once, it is the first such token.",
     ] = 1.0
     minutes: Annotated[
         float | None,
@@ -157,6 +169,84 @@ class DistillOptions:
         "Precision of matrix products: bfloat16 or float32. For dspark and eagle3, the device decides: bfloat16 on a "
         "GPU and on a CPU that has instructions for it, else float32.",
     ] = "bfloat16"
+    seed: Annotated[int, "Seed of all random draws."] = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigurationError(f"--kind: {self.kind!r} is refused; it must be one of {', '.join(KINDS)}")
+        check_positive(self, _POSITIVE)
+        self._check_ranges()
+        self._check_words()
+        self._check_kind()
+        if self.minutes is not None and self.steps is not None:
+            raise ConfigurationError("--minutes and --steps: needed one of them")
+        if self.start is not None and (self.layers or self.student_config is not None):
+            raise ConfigurationError("--start: a draft has its layers; needed without --layers and --student-config")
+
+    def _check_ranges(self) -> None:
+        for name in ("held_out", "mix_rank", "selector_rank", "overlap_weight"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigurationError(f"{_option(name)}: {value} is refused; it must be 0 or above")
+        for temperature in self.temperatures:
+            if not 0 <= temperature <= MAX_TEMPERATURE:
+                bound = f"each must be within 0 and {MAX_TEMPERATURE:g}"
+                raise ConfigurationError(f"--temperatures: {temperature} is refused; {bound}")
+        if not 0 <= self.on_policy <= 1:
+            raise ConfigurationError(f"--on-policy: {self.on_policy} is refused; it must be within 0 and 1")
+
+    def _check_words(self) -> None:
+        if self.optimizer not in ("muon", "adamw"):
+            raise ConfigurationError(f"--optimizer: {self.optimizer!r} is refused; it must be muon or adamw")
+        if self.precision not in ("float32", "bfloat16"):
+            raise ConfigurationError(f"--precision: {self.precision!r} is refused; it must be float32 or bfloat16")
+        if self.loss not in LOSSES:
+            raise ConfigurationError(f"--loss: {shorten(self.loss)} is unknown; it must be one of {', '.join(LOSSES)}")
+
+    def _check_kind(self) -> None:
+        """Raise `ConfigurationError` for an option that the kind does not read: the training would be another one."""
+        defaults = {field.name: field.default for field in fields(self)}
+        # An early exit reads the output of its first layers, whether that is said or not.
+        implied = {"taps": (len(self.layers),)} if self.kind == "exit" and self.layers else {}
+        for name, kinds in _READ_BY.items():
+            if self.kind not in kinds and getattr(self, name) not in (defaults[name], implied.get(name)):
+                only = f"it is for {', '.join(kinds)}"
+                raise ConfigurationError(f"{_option(name)}: refused for kind {self.kind}; {only}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillOptions(Recipe):
+    """The options of one distillation run, from prompt files to the directory of the draft.
+
+    Raises `ConfigurationError` for a value out of bounds, for options that exclude each other, and for missing files.
+    """
+
+    recipe: Annotated[
+        str | None,
+        "A packaged recipe or a YAML file: values of options that the command line does not give. --recipes lists the "
+        "packaged ones.",
+    ] = None
+    out: Annotated[Path, "Directory to write the draft to."] = Path()
+    plan: Annotated[
+        bool,
+        "For all kinds but table: print the memory and the predicted speed of the training instead, per number of "
+        "devices. The target's config.json suffices; nothing is started.",
+    ] = False
+    device_gb: Annotated[float, "For --plan: memory of a device in GB."] = 80.0
+    json: Annotated[bool, "For --plan: print JSON."] = False
+    url: Annotated[
+        str | None,
+        "The HTTP API of a running server that has the same target and answers the prompts, such as http://host:8000. "
+        "Unset: this command serves the target itself.",
+    ] = None
+    cacert: Annotated[
+        str | None,
+        "PEM file of certificates by which an https server is checked. Unset: server.tls.ca, or the system's.",
+    ] = None
+    work: Annotated[
+        Path | None,
+        "Directory for answers and checkpoints, from which a later run continues. Unset: OUT.work",
+    ] = None
     device: Annotated[str, "Device to train on: auto, cpu or cuda."] = "auto"
     workers: Annotated[
         int,
@@ -167,28 +257,13 @@ class DistillOptions:
         bool,
         "For dspark and eagle3: compute activations again for the backward pass. This saves memory and takes time.",
     ] = False
-    seed: Annotated[int, "Seed of all random draws."] = 0
     notes: Annotated[Path | None, "A Markdown file to append to the model card."] = None
 
     def __post_init__(self) -> None:
-        self._check_ranges()
-        kinds = (LAYERS, *SHAPES, *SINGLE_PROCESS)
-        if self.kind not in kinds:
-            raise ConfigurationError(f"--kind: {self.kind!r} is refused; it must be one of {', '.join(kinds)}")
-        if self.optimizer not in ("muon", "adamw"):
-            raise ConfigurationError(f"--optimizer: {self.optimizer!r} is refused; it must be muon or adamw")
-        if self.search and self.kind != "exit":
-            raise ConfigurationError(f"--search: refused for kind {self.kind}; it is for kind exit")
-        if self.precision not in ("float32", "bfloat16"):
-            raise ConfigurationError(f"--precision: {self.precision!r} is refused; it must be float32 or bfloat16")
+        Recipe.__post_init__(self)
+        check_positive(self, _POSITIVE_OF_A_RUN)
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigurationError(f"--device: {self.device!r} is refused; it must be auto, cpu or cuda")
-        if self.rejection_weight != 1.0 and self.kind not in PATHS:
-            raise ConfigurationError(
-                f"--rejection-weight: refused for kind {self.kind}; it is for kinds {', '.join(PATHS)}"
-            )
-        if self.pack and self.kind != EAGLE3:
-            raise ConfigurationError(f"--pack: refused for kind {self.kind}; it is for kind {EAGLE3}")
         if self.kind not in SINGLE_PROCESS:
             self._check_without_peers()
         if self.plan:
@@ -203,27 +278,14 @@ class DistillOptions:
         if self.recompute:
             raise ConfigurationError(f"--recompute: refused for kind {self.kind}; it is for kinds {kinds}")
 
-    def _check_ranges(self) -> None:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigurationError(f"{_option(name)}: {value} is refused; it must be above 0")
-        for name in ("held_out", "mix_rank", "selector_rank"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{_option(name)}: {getattr(self, name)} is refused; it must be 0 or above")
-        for temperature in self.temperatures:
-            if not 0 <= temperature <= MAX_TEMPERATURE:
-                bound = f"each must be within 0 and {MAX_TEMPERATURE:g}"
-                raise ConfigurationError(f"--temperatures: {temperature} is refused; {bound}")
-        if not 0 <= self.on_policy <= 1:
-            raise ConfigurationError(f"--on-policy: {self.on_policy} is refused; it must be within 0 and 1")
-
     def _check_plan(self) -> None:
         if self.kind not in PLANNED:
             kinds = ", ".join(PLANNED)
             raise ConfigurationError(f"--plan: refused for kind {self.kind}; it is for the kinds {kinds}")
-        counted = [("precision", "bfloat16"), ("optimizer", "muon"), ("on_policy", 0.0)]
-        for name, known in [*counted, *([("loss", "forward_kl")] if self.kind in SINGLE_PROCESS else [])]:
+        counted: list[tuple[str, object]] = [("precision", "bfloat16"), ("optimizer", "muon"), ("on_policy", 0.0)]
+        if self.kind == EAGLE3:
+            counted += [("loss", LOSSES[0]), ("overlap_weight", None)]
+        for name, known in counted:
             if (value := getattr(self, name)) != known:
                 raise ConfigurationError(f"{_option(name)}: {value} is refused with --plan, which counts {known}")
 
@@ -232,10 +294,8 @@ class DistillOptions:
             raise ConfigurationError("--json: refused without --plan")
         if self.workers > 1 and self.steps is None:
             raise ConfigurationError(f"--workers: {self.workers} is refused; several need --steps")
-        if (self.minutes is None) == (self.steps is None):
+        if self.minutes is None and self.steps is None:
             raise ConfigurationError("--minutes and --steps: needed one of them")
-        if self.start is not None and (self.layers or self.student_config is not None):
-            raise ConfigurationError("--start: a draft has its layers; needed without --layers and --student-config")
         self._check_files()
 
     def _check_files(self) -> None:
@@ -271,9 +331,18 @@ class DistillOptions:
             value = getattr(self, field.name)
             if value == field.default or field.name in ("work", "url", "cacert"):
                 continue
+            value = Path(value) if field.name == "recipe" else value
             for part in value if field.name == "prompts" else (value,):
                 words.append(_option(field.name) if part is True else f"{_option(field.name)} {_written(part)}")
         return " \\\n    ".join(words)
+
+
+def check_positive(options: Recipe, names: Sequence[str]) -> None:
+    """Raise `ConfigurationError` for an option among `names` that is set and not above 0."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigurationError(f"{_option(name)}: {value} is refused; it must be above 0")
 
 
 def refuse_equal_names(prompts: Sequence[Path], evaluate: Path | None) -> None:

@@ -15,7 +15,6 @@ from workers.distill.chart import loss_curve
 from workers.distill.data import DistillData, begin_budget, budgeted, collect_answers, draft_vocabulary
 from workers.distill.job import DistillJob
 from workers.distill.loop import long_steps, training_plan
-from workers.distill.modules.module_plan import refuse_unread
 from workers.distill.options import DistillOptions
 from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq_data import is_encoder_decoder, prepare_seq2seq, read_source_files
@@ -81,7 +80,6 @@ def distill_model(job: DistillJob) -> None:
 
 def check_options(options: DistillOptions) -> None:
     """Raise `ConfigurationError` for options that no training of a draft model takes."""
-    refuse_unread(options)
     training_plan(options)
     student_plan(options)
 

@@ -71,8 +71,10 @@ class StudentLearner:
             logits = student.logits(student.states(batch))
         rows = student.position_in_head
         leading = rows[batch.leading_tokens.clamp(min=0)].masked_fill(batch.leading_tokens < 0, -1)
-        divergence = divergence_named(plan.loss)
-        return distillation_loss(logits, leading, batch.leading_log_probabilities, divergence), len(batch.labels)
+        divergence = divergence_named(plan.loss, plan.overlap_weight)
+        probabilities = batch.leading_log_probabilities
+        loss = distillation_loss(logits, leading, probabilities, divergence, plan.rejection_weight)
+        return loss, len(batch.labels)
 
     def _batch(self, chosen: Sequence[Answer], number: int) -> Batch:
         plan = self._plan

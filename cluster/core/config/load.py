@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from cluster.core.config.base import Section
 from cluster.core.config.draft_section import SELECTORS
@@ -154,24 +155,31 @@ def _explain(
 ) -> Iterator[str]:
     for part in error.errors():
         steps = (*prefix, *part["loc"])
-        key = _named(steps)
+        key = named(steps)
         match part["type"]:
             case "extra_forbidden" | "is_instance_of":
                 yield _unknown(".".join(str(step) for step in steps), plugins)
-            case "missing":
-                yield f"{key}: must be set"
-            case "model_type":
-                yield f"{key}: {shorten(part['input'])} is refused; it must be a section with keys of its own"
-            case "value_error":
-                yield f"{key}: {part['msg'].removeprefix('Value error, ')}"
-            case "tuple_type":
-                yield f"{key}: {shorten(part['input'])} is refused; it must be a list, as in [a, b]"
             case _:
-                reason = (part["msg"][0].lower() + part["msg"][1:]).replace("tuple", "list")
-                yield f"{key}: {shorten(part['input'])} is refused; {reason}"
+                yield refusal(key, part)
 
 
-def _named(steps: Iterable[int | str]) -> str:
+def refusal(key: str, part: ErrorDetails) -> str:
+    """Why pydantic refuses the value of a key that it knows: the key, the value and the bound."""
+    match part["type"]:
+        case "missing":
+            return f"{key}: must be set"
+        case "model_type":
+            return f"{key}: {shorten(part['input'])} is refused; it must be a section with keys of its own"
+        case "value_error":
+            return f"{key}: {part['msg'].removeprefix('Value error, ')}"
+        case "tuple_type":
+            return f"{key}: {shorten(part['input'])} is refused; it must be a list, as in [a, b]"
+        case _:
+            reason = (part["msg"][0].lower() + part["msg"][1:]).replace("tuple", "list")
+            return f"{key}: {shorten(part['input'])} is refused; {reason}"
+
+
+def named(steps: Iterable[int | str]) -> str:
     """Join `("draft", "eagle", "taps", 0)` to `draft.eagle.taps[0]`. The branches of unions, no names, are left out."""
     parts = (f"[{step}]" if isinstance(step, int) else f".{step}" if step.isidentifier() else "" for step in steps)
     return "".join(parts).removeprefix(".")

@@ -65,7 +65,10 @@ def test_the_cluster_and_the_package_for_vllm_depend_on_the_client_of_their_own_
 def test_the_wheels_have_every_file_of_their_folder() -> None:
     training = ROOT / PARTS["pilotfish-distill"]
     listed = project(training)["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert {name for name in listed if not name.startswith("..")} == {path.name for path in training.glob("*.py")}
+    assert {name for name in listed if not name.startswith("..")} == {
+        *(path.name for path in training.glob("*.py")),
+        *(path.name for path in training.iterdir() if path.is_dir() and path.name != "__pycache__"),
+    }
     bench = ROOT / PARTS["pilotfish-bench"]
     patterns = project(bench)["tool"]["hatch"]["build"]["targets"]["wheel"]["include"]
     others = {path for path in bench.rglob("*.*") if path.suffix not in {".py", ".pyc", ".toml"}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import shutil
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import MISSING, fields
@@ -115,6 +116,28 @@ def test_the_card_states_the_command_without_directories(finished_run: DistillRu
     assert "/" not in card.split("```")[1]
 
 
+def test_a_recipe_trains_the_draft_of_the_equal_options_and_the_card_names_it(finished_run: DistillRun) -> None:
+    again = copy(finished_run)
+    again.draft, again.work = finished_run.directory / "by-recipe", finished_run.directory / "by-recipe.work"
+    again.work.mkdir()
+    for file in finished_run.work.glob("*.jsonl"):  # the target's answers
+        shutil.copy(file, again.work)
+    recipe = finished_run.directory / "mine.yaml"
+    files = "prompts: [questions.jsonl, tasks.jsonl]\nevaluate: bench.jsonl\n"
+    recipe.write_text(f"{files}evaluate_prompts: 2\nlayers: [0, 2]\nvocabulary_size: 100\nsteps: 4\n")
+    words = ["--set", f"target.path={again.target}", "--set", "target.served_name=tiny", "--device", "cpu"]
+    words += ["--set", "target.kv.pool_bytes=4194304", "--answer-tokens", "240", "--max-tokens", "8"]
+    words += ["--held-out", "3", "--precision", "float32", "--out", str(again.draft), "--work", str(again.work)]
+
+    assert again.run_words([*words, "--recipe", str(recipe)]) == 0
+
+    before, after = (load_file(one.draft / "model.safetensors") for one in (finished_run, again))
+    assert before.keys() == after.keys()
+    assert all(value.equal(after[name]) for name, value in before.items())
+    card = (again.draft / "README.md").read_text()
+    assert "--recipe mine.yaml" in card and "--layers 0,2" in card and str(again.directory) not in card
+
+
 def test_finished_stages_are_not_repeated(finished_run: DistillRun, monkeypatch: pytest.MonkeyPatch) -> None:
     answered = (finished_run.work / "answers.jsonl").read_bytes()
     weights = load_file(finished_run.draft / "model.safetensors")
@@ -213,7 +236,7 @@ def test_every_field_of_the_options_is_an_option_of_the_command_with_the_same_de
     for field in fields(DistillOptions):
         required = field.default is MISSING
         assert written.pop(field.name) == (inspect.Parameter.empty if required else field.default), field.name
-    assert written == {"config": None, "assignments": None}
+    assert written == {"config": None, "assignments": None, "recipes_wanted": False, "context": inspect.Parameter.empty}
 
 
 def test_prompts_are_required() -> None:

@@ -133,6 +133,32 @@ def test_an_unknown_loss_is_refused_with_the_available_ones() -> None:
         divergence_named("jensen")
 
 
+def test_the_overlap_is_added_to_a_divergence_by_its_weight() -> None:
+    student, target = drawn(1), drawn(2)
+    tokens, log_probabilities = leading(target, 4)
+
+    both = distillation_loss(student, tokens, log_probabilities, divergence_named("forward_kl", 0.25))
+
+    parts = [distillation_loss(student, tokens, log_probabilities, one) for one in (forward_kl, overlap)]
+    torch.testing.assert_close(both, parts[0] + 0.25 * parts[1])
+    summed = roll_out_loss(student, target.softmax(-1), "forward_kl", 0.25)
+    rows = divergences(student, everything(), target.log_softmax(-1), divergence_named("forward_kl", 0.25))
+    torch.testing.assert_close(summed, rows.sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_positions_count_more_at_which_the_target_would_reject_the_students_token() -> None:
+    student, target = drawn(1), drawn(2)
+    target[:2] = student[:2]  # here both have the same most probable token
+    tokens, log_probabilities = leading(target, 4)
+    each = divergences(student, tokens, log_probabilities, forward_kl)
+    weights = torch.where(student.argmax(-1) == target.argmax(-1), 1.0, 3.0)
+    assert set(weights.tolist()) == {1.0, 3.0}
+
+    loss = distillation_loss(student, tokens, log_probabilities, forward_kl, 3.0)
+
+    torch.testing.assert_close(loss, (each * weights).sum() / weights.sum())
+
+
 LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=VOCABULARY, max_size=VOCABULARY)
 
 

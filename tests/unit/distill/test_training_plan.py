@@ -93,7 +93,7 @@ def test_packed_rows_are_planned_with_a_mask_of_each(tmp_path: Path, capsys: pyt
 
 @pytest.mark.parametrize("kind", ["dspark", "layers", "heads"])
 def test_rows_of_other_kinds_are_not_packed_by_name(kind: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"--pack: refused for kind {kind}; it is for kind eagle3"):
+    with pytest.raises(ConfigurationError, match=f"--pack: refused for kind {kind}; it is for eagle3"):
         DistillOptions(plan=True, kind=kind, pack=True)
 
 

@@ -36,6 +36,8 @@ class RollOutPlan(DevicePlan):
     """Whether texts of any length share rows, as long as the longest text, instead of being padded to similar ones."""
     loss: str = FORWARD_KL
     """The name of the divergence that is minimised, one of `DIVERGENCES`."""
+    overlap: float = 0.0
+    """Weight of the share of tokens that the best coupling rejects, added to the divergence."""
 
 
 class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
@@ -99,7 +101,7 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
             places = drafted[depth].to(device, non_blocking=True)
             logits = self._logits(output[:, :-1].flatten(0, 1)[places]).float()
             goal = wanted[first[drafted[depth]].to(device, non_blocking=True)]
-            loss = loss + weights[depth] * roll_out_loss(logits, goal, plan.loss)
+            loss = loss + weights[depth] * roll_out_loss(logits, goal, plan.loss, plan.overlap)
         return loss, loss.reshape(1)
 
     def _wanted(self, batch: TextBatch, places: Tensor) -> Tensor:
@@ -184,16 +186,18 @@ class RollOutTraining(DeviceTraining[Eagle3Head, TextStates, TextBatch]):
         return (self._muon(inner), adam) if plan.is_bfloat16 else (adam,)
 
 
-def roll_out_loss(logits: Tensor, goal: Tensor, name: str) -> Tensor:
+def roll_out_loss(logits: Tensor, goal: Tensor, name: str, overlap: float = 0.0) -> Tensor:
     """The sum over positions of a divergence of `DIVERGENCES`, but for what does not depend on the logits.
+
+    So many times `overlap` is added, the share of tokens that the best coupling rejects.
 
     `logits` and `goal` are [positions, draft vocabulary], float32. `goal` are the target's probabilities; a row sums to
     less than one where the target has other tokens.
     """
-    if name == FORWARD_KL:
+    if name == FORWARD_KL and not overlap:
         return torch.nn.functional.cross_entropy(logits, goal, reduction="sum")
-    target = goal.clamp(min=torch.finfo(goal.dtype).tiny).log()
-    return divergence_named(name)(logits.log_softmax(dim=-1), target, torch.ones_like(goal, dtype=torch.bool)).sum()
+    target, known = goal.clamp(min=torch.finfo(goal.dtype).tiny).log(), torch.ones_like(goal, dtype=torch.bool)
+    return divergence_named(name, overlap)(logits.log_softmax(dim=-1), target, known).sum()
 
 
 def _grouped(order: Sequence[int], lengths: Sequence[int], most_tokens: int) -> list[tuple[int, ...]]:

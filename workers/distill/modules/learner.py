@@ -62,8 +62,6 @@ class ModulePlan:
     """Roll-outs of an EAGLE head when it is measured."""
     layer_scale: float = 1.0
     """Learning rate of decoder layers relative to the other parameters: lower where they are trained already."""
-    rejection_weight: float = 1.0
-    """Weight of a token at which the target would reject the module's own greedy chain, relative to the others."""
     optimizer: str = "muon"
     """`muon` (Jordan et al. 2024) for matrices and AdamW for vectors, or `adamw` for all."""
 
@@ -155,8 +153,7 @@ class ModuleLearner:
         self._held_out = held_out
         self._plan = plan
         self.vocabulary = tapped.ends.row_of
-        own = [] if plan.rejection_weight == 1.0 else [plan.rejection_weight]
-        self.identity = json.dumps([plan.optimizer, plan.taps, *own])
+        self.identity = json.dumps([plan.optimizer, plan.taps])
         self.parameters: Mapping[str, nn.Parameter] = {
             name: value for name, value in tapped.module.named_parameters() if value.requires_grad
         }
@@ -172,7 +169,7 @@ class ModuleLearner:
         generator = torch.Generator().manual_seed(training.seed * 1_000_003 + number)
         with torch.autocast(ends.head.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
             paths = predict(self._tapped.module, ends, batch, plan.paths, generator, plan.depths)
-            counted = PathWeights(plan.decay, plan.rejection_weight)
+            counted = PathWeights(plan.decay, training.rejection_weight, training.overlap_weight)
             loss = path_loss(paths, batch, ends, self._tapped.selector, counted, training.loss)
         return loss, len(paths.starts)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from workers.distill.loop import training_plan
 from workers.distill.modules.batches import tap_batch
 from workers.distill.modules.learner import ModulePlan, TappedModule
 from workers.distill.modules.start import copy_layers, fit_context
-from workers.distill.options import PATHS, DistillOptions
+from workers.distill.options import DistillOptions
 from workers.model.draft_card import LAYERS, WEIGHTS, DraftCard
 from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsShape, LayerShape, Shape, TableShape
 from workers.model.drafting.block import BlockDrafter
@@ -37,25 +37,6 @@ _TRAINED_LAYER_SCALE = 0.2
 """Learning rate of decoder layers that a model has trained, relative to the new parameters."""
 _FITTED_ANSWERS = 256
 """Answers that the context of a block drafter is fitted to before it is trained."""
-_READ_BY: Mapping[str, tuple[str, ...]] = {
-    "taps": PATHS,
-    "layers": (LAYERS, "block", "eagle", "exit"),
-    "depths": ("heads", "block", "table"),
-    "mix_rank": ("heads",),
-    "selector_rank": ("heads", "block"),
-    "optimizer": PATHS,
-    "int8": PATHS,
-}
-"""Options that not every kind reads which one process trains, and the kinds that do."""
-
-
-def refuse_unread(options: DistillOptions) -> None:
-    """Raise `ConfigurationError` for an option with another value than its default that the kind does not read."""
-    defaults = {field.name: field.default for field in fields(options)}
-    for name, kinds in _READ_BY.items():
-        if options.kind not in kinds and getattr(options, name) != defaults[name]:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigurationError(f"{option}: refused for kind {options.kind}; it is for {', '.join(kinds)}")
 
 
 def with_defaults(options: DistillOptions, config: Any, target: Path) -> DistillOptions:
@@ -63,17 +44,12 @@ def with_defaults(options: DistillOptions, config: Any, target: Path) -> Distill
 
     Raises `ConfigurationError`, and `ModelLoadError` for a draft that cannot be trained further.
     """
-    refuse_unread(options)
     count = decoder_layer_count(config)
-    if options.kind in ("heads", "table", "exit") and options.student_config is not None:
-        raise ConfigurationError(f"--student-config: refused for kind {options.kind}; it is for kind layers")
     if config.is_encoder_decoder and options.kind not in FOR_ENCODER_DECODER:
         raise ConfigurationError(
             f"--kind: {options.kind!r} is refused for an encoder-decoder target; it must be layers, "
             f"{' or '.join(FOR_ENCODER_DECODER)}"
         )
-    if options.on_policy:
-        raise ConfigurationError(f"--on-policy: refused for kind {options.kind}; it is for kind layers")
     size = options.vocabulary_size or min(_VOCABULARY_SIZE, decoder_vocabulary_size(config))
     if options.kind == "exit":
         layers: tuple[int, ...] = options.layers or tuple(range(count // 2))
@@ -172,14 +148,7 @@ def module_training_plan(options: DistillOptions) -> ModulePlan:
     training = training_plan(options)
     paths = max(1, options.batch_tokens // 4) if options.kind in ("heads", "block") else 0
     scale = _TRAINED_LAYER_SCALE if options.start is not None or options.layers else 1.0
-    return ModulePlan(
-        training,
-        options.taps,
-        paths=paths,
-        layer_scale=scale,
-        rejection_weight=options.rejection_weight,
-        optimizer=options.optimizer,
-    )
+    return ModulePlan(training, options.taps, paths=paths, layer_scale=scale, optimizer=options.optimizer)
 
 
 def checkpoint_of(options: DistillOptions) -> Path:

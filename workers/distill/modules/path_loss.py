@@ -22,6 +22,8 @@ class PathWeights:
     """A depth relative to the depth before."""
     rejection: float = 1.0
     """The first token whose most probable prediction is not the written one, so that the target would reject it."""
+    overlap: float = 0.0
+    """The share of a token that the best coupling rejects, beside its divergence."""
 
 
 def path_loss(
@@ -37,7 +39,7 @@ def path_loss(
     hidden = paths.hidden[is_known]
     leading, log_probabilities = batch.leading[rows, places], batch.log_probabilities[rows, places]
     logits = ends.logits(hidden.to(ends.head.dtype))
-    found = divergences(logits, leading, log_probabilities, divergence_named(loss))
+    found = divergences(logits, leading, log_probabilities, divergence_named(loss, counted.overlap))
     weights = counted.decay ** depth.float() * (1.0 if batch.weights is None else batch.weights[rows, places])
     if counted.rejection != 1.0:
         is_right = logits.argmax(dim=-1) == ends.row_of[batch.tokens[rows, places]]

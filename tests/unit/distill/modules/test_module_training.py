@@ -122,7 +122,9 @@ def test_an_interruption_changes_no_weight(
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": "adamw"}, {"taps": (2,)}, {"rejection_weight": 2.0}])
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": "adamw"}, {"taps": (2,)}, {"training": plan(steps=2, rejection_weight=2.0)}]
+)
 def test_a_checkpoint_of_another_optimizer_or_of_other_hidden_states_is_refused(
     ends: TargetEnds, tap_cache_of: MakeCache, answers: tuple[Answer, ...], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -146,9 +148,10 @@ def test_a_training_continues_with_another_loss(
     assert progress.agreements[:1] == first.agreements[:1]
 
 
-def test_the_plan_of_a_training_has_its_hidden_states_and_the_weight_of_rejections() -> None:
-    found = module_training_plan(DistillOptions(kind="heads", plan=True, steps=1, taps=(3,), rejection_weight=2.0))
-    assert (found.taps, found.rejection_weight) == ((3,), 2.0)
+def test_the_plan_of_a_training_has_its_hidden_states_and_the_weights_of_its_loss() -> None:
+    given = {"rejection_weight": 2.0, "overlap_weight": 0.5}
+    found = module_training_plan(DistillOptions(kind="heads", plan=True, steps=1, taps=(3,), **given))
+    assert (found.taps, found.training.rejection_weight, found.training.overlap_weight) == ((3,), 2.0, 0.5)
 
 
 class TestPaths:
