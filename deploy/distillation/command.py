@@ -57,6 +57,7 @@ def distill(
         print_plan(options, Path(target.path), target.tensor_parallel, target.quantization)
         return
     # These import torch, once all options are checked.
+    from deploy.distillation.rank_writer import RankWriter
     from deploy.distillation.served_texts import Server
     from deploy.distillation.single_process_job import distill_in_one_process
     from deploy.distillation.target import LocalTarget
@@ -85,6 +86,7 @@ def distill(
         command_line=options.command_line(config, chosen),
         notices=(told := _TerminalNotices()),
         served=LocalTarget(models.configuration, server, told.print),
+        ranks=partial(RankWriter, models.configuration, told.print),
     )
     make: Callable[[DistillJob], None] = distill_model if options.kind == LAYERS else distill_module
     if options.kind in SINGLE_PROCESS:

@@ -27,7 +27,7 @@ from deploy.distillation.target import for_answers, together, with_many_sequence
 from deploy.local.local_cluster import LocalCluster
 from deploy.models import served_name
 from pilotfish.v1 import common_pb2, generation_pb2
-from workers.distill.modules.tap_cache import ReadStates
+from workers.distill.job import ReadStates
 from workers.distill.served_states import served_states
 from workers.model.target_ends import read_config
 from workers.verify.evidence import MAX_SENT_BYTES

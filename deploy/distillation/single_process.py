@@ -33,8 +33,9 @@ from deploy.distillation.training_directory import TrainingDirectory
 from workers.distill.answers import Answer, AnswerFile, read_answers, trainable
 from workers.distill.device_training import DeviceTraining
 from workers.distill.eagle3.states import lengthened
+from workers.distill.job import ReadStates
 from workers.distill.modules.module_plan import layer_shape
-from workers.distill.modules.tap_cache import ReadStates, Report, TapCache, states_of
+from workers.distill.modules.tap_cache import Report, TapCache, states_of
 from workers.distill.options import refuse_equal_names
 from workers.distill.output import replaced_directory
 from workers.distill.peers import ALONE, Peers

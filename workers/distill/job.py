@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from torch import Tensor
+
 from cluster.core.config.sections import Configuration
 from workers.distill.answers import AnswerFile
 from workers.distill.options import DistillOptions
 from workers.distill.prompts import Task
 
+ReadStates = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[Sequence[int]]], list[Tensor]]
+"""The taps of rows, bfloat16 [tokens, taps x hidden size] each. It is called with the token ids of the rows, the taps,
+and what an encoder reads for each row; `taps_of` of `modules.tap_cache` with a model is one."""
 StageReport = Callable[[float, str], None]
 """Called with the finished share of a stage, between 0 and 1, and its state in words."""
 
@@ -85,6 +90,17 @@ class ServedTarget(Protocol):
         """
 
 
+class StateRanks(Protocol):
+    """The target on the serving engine, which shows hidden states of texts. It starts where they are read."""
+
+    @property
+    def settings(self) -> str:
+        """Names the settings that hidden states depend on beside weights; empty if all have their defaults."""
+
+    def reading(self, taps: Sequence[int]) -> ReadStates:
+        """What computes these hidden states. Returns once the target can. Raises `PilotfishError`."""
+
+
 @dataclass(frozen=True, slots=True)
 class DistillJob:
     """What all stages of one command share."""
@@ -100,3 +116,5 @@ class DistillJob:
     """The command, for the model card."""
     notices: Notices
     served: ServedTarget
+    ranks: Callable[[int], AbstractContextManager[StateRanks]]
+    """The target for texts of so many tokens at most. Its memory is free when the context ends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from workers.distill.options import DistillOptions
 from workers.distill.prompts import read_prompts
 from workers.distill.seq2seq_data import is_encoder_decoder, prepare_seq2seq, read_source_files
 from workers.distill.student import Student, StudentPlan, checked_config, export, make_student
-from workers.distill.target_model import device_name, load_target
+from workers.distill.target_model import device_name, load_target, multiplies_bfloat16
 from workers.distill.train import Training
 from workers.model.devices import choose_device
 
@@ -100,9 +101,11 @@ def _make_student(job: DistillJob, plan: StudentPlan, data: DistillData) -> tupl
     Else the target never is on the device: the host's memory has it until the student has its parts.
     """
     options, device = job.options, choose_device(job.options.device, 0)
-    target = (
-        load_target(job.target, device) if options.on_policy else load_target(job.target, torch.device("cpu"), "auto")
+    # What judges the student's texts has the type of its files, unless the device has no instructions for it.
+    dtype: torch.dtype | Literal["auto"] = (
+        torch.float32 if options.on_policy and not multiplies_bfloat16(device) else "auto"
     )
+    target = load_target(job.target, device if options.on_policy else torch.device("cpu"), dtype)
     if options.vocabulary_size is not None:
         vocabulary = draft_vocabulary(job, options, data, int(target.config.vocab_size))
         plan = replace(plan, vocabulary=vocabulary)

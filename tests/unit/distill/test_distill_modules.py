@@ -43,7 +43,12 @@ def module_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleRun]:
 
 
 @pytest.mark.parametrize("kind", ["heads", "block", "eagle", "exit"])
-def test_the_command_makes_a_module_that_the_loader_reads(module_run: ModuleRun, kind: str) -> None:
+def test_the_command_makes_a_module_that_the_loader_reads(
+    module_run: ModuleRun, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The serving engine shows the hidden states: no other copy of the target is loaded."""
+    monkeypatch.setattr(module_pipeline, "load_target", None)
+
     assert module_run.run(kind, "--steps", "3") == 0
 
     loaded = load_drafter(module_run.directory / kind, module_run.target, torch.float32, torch.device("cpu"), kind)

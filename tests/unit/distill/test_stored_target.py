@@ -32,7 +32,8 @@ from tests.unit.distill.conftest import Command
 from tests.unit.distill.training_folder import LAYERS, LENGTH, PROMPT
 from workers.distill.answers import Answer, AnswerFile, read_answers
 from workers.distill.eagle3.states import TextStates
-from workers.distill.modules.tap_cache import ReadStates, TapCache, states_of, taps_of
+from workers.distill.job import ReadStates
+from workers.distill.modules.tap_cache import TapCache, states_of, taps_of
 from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import load_target
 from workers.model.model_files import dequantize

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ from workers.distill.modules.module_trainer import (
     ModuleRun,
     ModuleTrainer,
     Trained,
+    answers_of,
     fill_states,
     served_tokens,
     states_that_fit,
+    stored_length,
 )
+from workers.distill.modules.tap_cache import TapCache, taps_of
 from workers.distill.options import DistillOptions
 from workers.distill.output import replaced_directory
 from workers.distill.prompts import read_prompts
@@ -116,6 +120,23 @@ def _load_target(stage: ModuleRun, dtype: torch.dtype) -> Any:
     return found.to(dtype)
 
 
+def _states(stage: ModuleRun, card: DraftCard, dtype: torch.dtype) -> TapCache:
+    """The hidden states of all answers that the budget has time for.
+
+    The serving engine computes them, with the settings of the command; for a target with an encoder, `transformers`.
+    """
+    if is_encoder_decoder(stage.job.target):
+        cache = states_that_fit(stage, card)
+        fill_states(stage, partial(taps_of, _load_target(stage, dtype)), cache)
+        return cache
+    longest = max((len(one.prompt) + len(one.answer) for one in answers_of(stage)), default=1)
+    with stage.job.ranks(min(longest, stored_length(stage.options))) as ranks:
+        cache = states_that_fit(stage, card, ranks.settings)
+        if not all(map(cache.has, answers_of(stage))):
+            fill_states(stage, ranks.reading(card.taps), cache)
+    return cache
+
+
 def _serving(job: DistillJob) -> str:
     """The settings of a measurement in the engine, for the model card."""
     draft, target = job.configuration.draft, job.configuration.target
@@ -137,19 +158,16 @@ def _make(stage: ModuleRun, card: DraftCard) -> _Made:
         stage.job.notices.print(f"{count_successors(table, data.train):,} tokens have successors")
         return _Made(table, None, Trained(card))
     vocabulary = torch.tensor(draft_vocabulary(stage.job, options, data, card.target_vocabulary_size))
-    cache = states_that_fit(stage, card) if card.taps else None
-    model = _load_target(stage, dtype)
+    cache = _states(stage, card, dtype) if card.taps else None
     notes = ""
     if options.search:
-        found = _search(stage, model)
+        found = _search(stage, _load_target(stage, dtype))
         card, notes = replace(card, shape=ExitShape(found[0].layers), layers=found[0].layers), _table(found)
     ends = load_ends(stage.job.target, card, vocabulary, dtype, stage.device)
     module = make_module(ends, card.shape or ExitShape((0,)), card.taps).to(stage.device)
     if cache is None:
         trained = served_tokens(stage, card, module, vocabulary)
         return _Made(module, vocabulary, replace(trained, notes=notes))
-    fill_states(stage, model, cache)
-    del model
     tapped = TappedModule(module, ends, cache)
     start = start_module(tapped, options, stage.job.target, data.train)
     trained = ModuleTrainer(stage, card, tapped, vocabulary).train()

@@ -8,10 +8,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,11 +18,11 @@ from workers.distill.answers import Answer
 from workers.distill.budget import MEASURED, Budget
 from workers.distill.checkpoints import Progress
 from workers.distill.data import DistillData, budgeted
-from workers.distill.job import DistillJob, ServedTokens
+from workers.distill.job import DistillJob, ReadStates, ServedTokens
 from workers.distill.loop import EarlyStopping, long_steps
 from workers.distill.modules.learner import Acceptance, ModuleTraining, TappedModule, measure
 from workers.distill.modules.module_plan import checkpoint_of, module_training_plan
-from workers.distill.modules.tap_cache import TapCache, states_of, taps_of
+from workers.distill.modules.tap_cache import TapCache, states_of
 from workers.distill.modules.tree_search import MOST_NODES, greedy_tree, rank_accuracies
 from workers.distill.options import DistillOptions
 from workers.model.draft_card import DraftCard
@@ -120,22 +118,27 @@ class ServedMeasure:
         return digest.hexdigest()
 
 
-def states_that_fit(run: ModuleRun, card: DraftCard) -> TapCache:
-    """The stored hidden states of the target.
+def stored_length(options: DistillOptions) -> int:
+    """Most tokens of a prompt and its answer whose hidden states are stored."""
+    return max(MAX_STORED_LENGTH, options.max_length)
+
+
+def states_that_fit(run: ModuleRun, card: DraftCard, settings: str = "") -> TapCache:
+    """The stored hidden states of the target with settings of that name; empty for those with all defaults.
 
     If the disk has no room for all others, it raises `ConfigurationError`, or with `--minutes`, which may end before
     they are computed, it prints a notice.
     """
-    directory = states_of(run.job.target, run.options.work_directory)
-    cache = TapCache(directory, card.taps, card.hidden_size, max(MAX_STORED_LENGTH, run.options.max_length))
+    directory = states_of(run.job.target, run.options.work_directory / settings)
+    cache = TapCache(directory, card.taps, card.hidden_size, stored_length(run.options))
     if run.options.minutes is None:
-        cache.check_space(_answers(run), "--work")
-    elif lack := cache.lack_of_space(_answers(run)):
+        cache.check_space(answers_of(run), "--work")
+    elif lack := cache.lack_of_space(answers_of(run)):
         run.job.notices.print(f"--work: {directory}: {lack}; --minutes has to end before the disk is full")
     return cache
 
 
-def fill_states(run: ModuleRun, model: Any, cache: TapCache) -> None:
+def fill_states(run: ModuleRun, read: ReadStates, cache: TapCache) -> None:
     """Compute the target's hidden states of all answers where they are missing, while the budget lasts."""
     longest = max(0.0, run.budget.states_end - run.budget.clock())
     with run.job.notices.stage("hidden states", longest) as stage:
@@ -144,10 +147,10 @@ def fill_states(run: ModuleRun, model: Any, cache: TapCache) -> None:
             stage(done / max(1, wanted), f"{done:,} of {wanted:,} tokens")
 
         ends = run.budget.states_end if run.options.minutes is not None else None
-        cache.fill(partial(taps_of, model), _answers(run), report, ends)
+        cache.fill(read, answers_of(run), report, ends)
 
 
-def _answers(run: ModuleRun) -> tuple[Answer, ...]:
+def answers_of(run: ModuleRun) -> tuple[Answer, ...]:
     """All answers. Held-out ones come first: without them nothing is measured."""
     return (*run.data.held_out, *run.data.train, *run.data.evaluation)
 

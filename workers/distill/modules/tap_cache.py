@@ -24,6 +24,7 @@ from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer, hold_alone
 from workers.distill.budget import StepTimes
 from workers.distill.examples import fill_batches, padded
+from workers.distill.job import ReadStates
 from workers.model.fingerprint import weights_digest
 from workers.model.target_ends import decoder_layer_count
 
@@ -33,10 +34,6 @@ _FILE_BYTES = 4 << 30
 """Bytes after which the rows of further answers go into a new file."""
 _SORTED = 64
 """Answers that are sorted by length before they are put into batches."""
-
-ReadStates = Callable[[Sequence[Sequence[int]], Sequence[int], Sequence[Sequence[int]]], list[Tensor]]
-"""The taps of rows, bfloat16 [tokens, taps x hidden size] each. It is called with the token ids of the rows, the taps,
-and what an encoder reads for each row; `taps_of` with a model is one."""
 
 Report = Callable[[int, int], None]
 """Called with the number of tokens computed so far in this run and the number wanted."""
