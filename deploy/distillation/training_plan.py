@@ -184,7 +184,18 @@ def plans_of(training: Training, text_tokens: int, device_bytes: float) -> list[
 
 
 def print_plan(options: DistillOptions, target: Path, ranks: int = 1, quantization: str = "none") -> None:
-    """Print the plan of a command whose target is a directory with a config.json, on tensor-parallel ranks.
+    """Print the plan of a command; see `plans_for`."""
+    training, planned = plans_for(options, target, ranks, quantization)
+    if options.json:
+        write_json(description(training, planned))
+    else:
+        output.print(plan_table(training, planned, options.device_gb))
+
+
+def plans_for(
+    options: DistillOptions, target: Path, ranks: int = 1, quantization: str = "none"
+) -> tuple[Training, list[PlannedTraining]]:
+    """The plans of a command whose target is a directory with a config.json, on tensor-parallel ranks.
 
     `quantization` is `target.quantization`. Raises `ConfigurationError`, and `ModelLoadError` for a configuration that
     cannot be read.
@@ -202,11 +213,7 @@ def print_plan(options: DistillOptions, target: Path, ranks: int = 1, quantizati
         training = replace(training, ranks=(options.workers,))
     if options.recompute:
         training = replace(training, recomputes=(True,))
-    planned = plans_of(training, options.answer_tokens, options.device_gb * 1e9)
-    if options.json:
-        write_json(description(training, planned))
-    else:
-        output.print(plan_table(training, planned, options.device_gb))
+    return training, plans_of(training, options.answer_tokens, options.device_gb * 1e9)
 
 
 def _training(options: DistillOptions, config: Any, size: TargetSize, target: Path) -> Training:
@@ -341,20 +348,35 @@ def plan_table(training: Training, planned: Sequence[PlannedTraining], device_gb
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    is_on_disk = not training.text_bytes
-    headings = ("devices", "re-\ncompute", "target", "module", "between" if is_on_disk else "texts", "step", "most")
-    for heading in (*headings, f"fits\n{device_gb:g} GB", "text\ntokens", "tokens\nper s"):
+    for heading in plan_headings(training, device_gb):
         table.add_column(heading, justify="right", no_wrap=True)
+    for row in plan_rows(training, planned):
+        table.add_row(*row)
+    return table
+
+
+def plan_headings(training: Training, device_gb: float) -> tuple[str, ...]:
+    """The headings of the columns of `plan_rows`; a long one has a line break."""
+    others = "texts" if training.text_bytes else "between"
+    headings = ("devices", "re-\ncompute", "target", "module", others, "step", "most")
+    return (*headings, f"fits\n{device_gb:g} GB", "text\ntokens", "tokens\nper s")
+
+
+def plan_rows(training: Training, planned: Sequence[PlannedTraining]) -> list[tuple[str, ...]]:
+    """The cells of each planned configuration, memory in GB."""
+    is_on_disk, rows = not training.text_bytes, list[tuple[str, ...]]()
     for one in planned:
         memory = one.memory
         others = memory.between if is_on_disk else memory.texts
         parts = (memory.target, memory.weights + memory.optimizer, others, memory.peak - memory.held, memory.most)
-        table.add_row(
-            str(one.ranks),
-            "yes" if one.recomputes else "no",
-            *(f"{part / 1e9:.1f}" for part in parts),
-            "yes" if one.fits_target else "stored" if one.fits and not is_on_disk else "no",
-            "disk" if one.most_text_tokens is None else f"{max(0, one.most_text_tokens):,}",
-            f"{one.tokens_per_second:,.0f}",
+        rows.append(
+            (
+                str(one.ranks),
+                "yes" if one.recomputes else "no",
+                *(f"{part / 1e9:.1f}" for part in parts),
+                "yes" if one.fits_target else "stored" if one.fits and not is_on_disk else "no",
+                "disk" if one.most_text_tokens is None else f"{max(0, one.most_text_tokens):,}",
+                f"{one.tokens_per_second:,.0f}",
+            )
         )
-    return table
+    return rows
