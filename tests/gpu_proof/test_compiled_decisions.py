@@ -52,13 +52,15 @@ def test_the_passes_before_and_after_it(capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("shift", [44, 22, 0])
+@pytest.mark.parametrize(("shift", "bits"), [(44, 11), (22, 11), (0, 11), (46, 8), (22, 8)])
 @pytest.mark.parametrize("by_mass", [False, True])
-def test_top_k_and_top_p(capability: int, shift: int, by_mass: bool) -> None:
+def test_top_k_and_top_p(capability: int, shift: int, bits: int, by_mass: bool) -> None:
+    """Digits of 8 bits are those of a logit that ranks find together."""
     from workers.sampling.triton.truncation import choose_digits, sum_digits
 
-    constants = {"BY_MASS": by_mass, "SHIFT": shift, "FIRST": shift == 44, "BINS": 2048}
+    constants = {"BY_MASS": by_mass, "SHIFT": shift, "FIRST": shift + bits >= 54, "BITS": bits, "BINS": 1 << bits}
     state = {"edges": "*i64", "prefixes": "*i64"}
     arguments = {"logits": "*bf16"} | ROWS | {"truncated": "*i32"} | SEARCH | {"tails": "*fp32", "bests": "*fp32"}
-    compiled(sum_digits, arguments | state | {"sums": "*i64"}, constants | {"COUNT": COLUMNS}, capability)
-    compiled(choose_digits, SEARCH | state | {"wanted": "*i64", "sums": "*i64", "size": "i32"}, constants, capability)
+    summed = arguments | state | {"sums": "*i64", "offset": "i32"}
+    compiled(sum_digits, summed, constants | {"COUNT": COLUMNS}, capability)
+    compiled(choose_digits, SEARCH | state | {"wanted": "*i64", "sums": "*i64"}, constants, capability)

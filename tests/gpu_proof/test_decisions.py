@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from cluster.core.request import SamplingParameters, ThinkingBudget
 from tests.gpu_proof.device import DEVICE, needs_kernels
 from tests.support.fakes.host_waits import OnGpu
+from tests.support.fakes.rank_threads import RankThreads
 from workers.sampling.allowed_tokens import AllowedTokens
 from workers.sampling.context import DecisionContext
-from workers.sampling.decide import decide, is_shardable, merge_winners, shard_winners
+from workers.sampling.decide import decide, merge_winners, shard_winners
 from workers.sampling.decision_table import table_of
 from workers.sampling.noise import gumbel
+from workers.sampling.parts import Parts
 from workers.sampling.winners import winners
 
 pytestmark = needs_kernels()
@@ -97,24 +100,54 @@ def test_decisions_are_those_of_the_reference(data: st.DataObject) -> None:
     torch.testing.assert_close(logits, kept, rtol=0, atol=0, equal_nan=True)
 
 
+SHARDS = [(0, 1700), (1700, 3400), (3400, 5000)]
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_shards_have_the_same_scores_and_tokens_and_merge_to_the_decision(data: st.DataObject) -> None:
-    contexts = [context for context in data.draw(contexts_for(5000)) if is_shardable(context.sampling)]
-    logits = logits_of(len(contexts), 5000, data.draw(st.integers(0, 99)), "coarse")
-    shards = [(0, 1700), (1700, 3400), (3400, 5000)]
-    parts = []
-    for first, end in shards:
-        values, tokens = shard_winners(logits[:, first:end], contexts, first)
-        with OnGpu():
-            found_there = shard_winners(logits[:, first:end].to(DEVICE), contexts, first)
-        own = (found_there[0].cpu(), found_there[1].cpu())
+    """Scores and tokens are those that the operators of PyTorch find in the same shards, also of truncated rows."""
+    from workers.sampling.triton.winners import TritonDecisions
+
+    contexts = data.draw(contexts_for(5000))
+    kind = data.draw(st.sampled_from(["wide", "coarse", "odd"]))
+    logits = logits_of(len(contexts), 5000, data.draw(st.integers(0, 99)), kind)
+    ranks = RankThreads(len(SHARDS))
+
+    def found(rank: int, kernels: TritonDecisions | None) -> tuple[torch.Tensor, torch.Tensor]:
+        first, end = SHARDS[rank]
+        own = logits[:, first:end].to(DEVICE if kernels else "cpu")
+        parts = Parts(rank, 5000, partial(ranks.all_gather, rank))
+        scores, tokens = shard_winners(own, contexts, first, parts, kernels)
+        return scores.cpu(), tokens.cpu()
+
+    expected = ranks.run(partial(found, kernels=None))
+    sent, ranks.sent = ranks.sent, []
+    by_kernels = ranks.run(partial(found, kernels=TritonDecisions()))
+    assert ranks.sent == sent, "as many bytes in as many rounds"
+    for (values, tokens), own in zip(expected, by_kernels, strict=True):
         assert torch.equal(own[0], values)
         assert torch.equal(own[1][values > -math.inf], tokens[values > -math.inf])
-        parts.append(own)
-    if contexts:
-        scores, ids = (torch.stack(column) for column in zip(*parts, strict=True))
-        assert merge_winners(scores, ids).tolist() == decide(logits, contexts)
+    scores, ids = (torch.stack(column) for column in zip(*by_kernels, strict=True))
+    assert merge_winners(scores, ids).tolist() == decide(logits, contexts)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3000, 1.0), (4000, 0.7)])
+def test_of_equal_logits_the_lowest_tokens_are_kept_in_whichever_shard(top_k: int, top_p: float) -> None:
+    from workers.sampling.triton.winners import TritonDecisions
+
+    logits = torch.stack([torch.full((5000,), 1.0), logits_of(1, 5000, 3, "coarse")[0]])
+    samplings = [SamplingParameters(seed=seed, top_k=top_k, top_p=top_p) for seed in range(2)]
+    contexts = [DecisionContext(one, (5,), 1) for one in samplings]
+    ranks = RankThreads(len(SHARDS))
+
+    def merged(rank: int) -> list[int]:
+        first, end = SHARDS[rank]
+        parts = Parts(rank, 5000, partial(ranks.all_gather, rank))
+        values, ids = shard_winners(logits[:, first:end].to(DEVICE), contexts, first, parts, TritonDecisions())
+        return merge_winners(ranks.all_gather(rank, values), ranks.all_gather(rank, ids)).tolist()
+
+    assert ranks.run(merged) == [decide(logits, contexts)] * len(SHARDS)
 
 
 def test_noise_has_the_same_bits() -> None:

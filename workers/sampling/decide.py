@@ -21,6 +21,7 @@ from cluster.core.request import SamplingParameters
 from workers.sampling.context import DecisionContext, is_truncated, leaders_of, rows_of_contexts
 from workers.sampling.decision_table import MOST_COLUMNS, table_of
 from workers.sampling.noise import gumbel, gumbel_of
+from workers.sampling.parts import Parts, truncated_winners
 from workers.sampling.shortlist import shortlists
 from workers.sampling.truncate import truncate
 from workers.sampling.warp import untruncated
@@ -86,26 +87,54 @@ def largest(logits: Tensor) -> list[int] | None:
 
 
 def is_shardable(sampling: SamplingParameters) -> bool:
-    """Whether the best token of a vocabulary shard can be found without the other shards.
+    """Whether ranks decide by the best token of each vocabulary shard, without gathering the logits of all.
 
-    False for parameters that need the whole distribution: those that truncate it, and reported log-probabilities.
+    False for reported log-probabilities, which need the whole distribution.
     """
-    return sampling.logprobs is None and not is_truncated(sampling)
+    return sampling.logprobs is None
 
 
 def shard_winners(
-    logits: Tensor, contexts: Sequence[DecisionContext], offset: int, kernels: DecisionKernels | None = None
+    logits: Tensor,
+    contexts: Sequence[DecisionContext],
+    offset: int,
+    parts: Parts | None = None,
+    kernels: DecisionKernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Find the best score and its token in the shard `offset … offset + shard - 1`, from logits [n, shard].
 
-    Returns scores, float32 [n], and tokens, int64 [n]. A row without any candidate has the score −inf. `kernels` are as
-    for `decide`. Raises
-    `ValueError` for a row that is not shardable.
+    Returns scores, float32 [n], and tokens, int64 [n]. A row without any candidate has the score −inf. Rows with top-k,
+    top-p or min-p need `parts`, with which all ranks call this together. `kernels` are as for `decide`. Raises
+    `ValueError` for a row that is not shardable, or needs `parts`.
     """
     for row, context in enumerate(rows_of_contexts(contexts)):
         if not is_shardable(context.sampling):
             raise ValueError(f"row {row}: its sampling parameters need the whole vocabulary, not a shard")
-    return _winners(logits, contexts, offset, kernels or kernels_for(logits))
+        if parts is None and is_truncated(context.sampling):
+            raise ValueError(f"row {row}: its sampling parameters need what the other shards find")
+    if kernels is None and (parts is None or parts.vocabulary <= MOST_COLUMNS):
+        kernels = kernels_for(logits)
+    if kernels is not None or parts is None:
+        return _winners(logits, contexts, offset, kernels, parts)
+    truncated = [row for row, context in enumerate(contexts) if context.is_truncated]
+    return _winners_of_parts(logits, contexts, truncated, offset, parts)
+
+
+def _winners_of_parts(
+    logits: Tensor, contexts: Sequence[DecisionContext], truncated: Sequence[int], offset: int, parts: Parts
+) -> tuple[Tensor, Tensor]:
+    """The best score of each row, float32 [n], and its token, int64 [n], of which these rows are truncated."""
+    others = sorted(set(range(len(contexts))) - set(truncated))
+    values = torch.empty(len(contexts), device=logits.device)
+    ids = torch.empty(len(contexts), dtype=torch.int64, device=logits.device)
+    if others:
+        where = row_indices(others, logits)
+        values[where], ids[where] = _winners(logits[where], [contexts[row] for row in others], offset, None)
+    if truncated:
+        where = row_indices(truncated, logits)
+        chosen = [contexts[row] for row in truncated]
+        values[where], ids[where] = truncated_winners(logits[where], chosen, offset, parts)
+    return values, ids
 
 
 def merge_winners(values: Tensor, ids: Tensor) -> Tensor:
@@ -198,11 +227,17 @@ def _score_part(
 
 
 def _winners(
-    logits: Tensor, contexts: Sequence[DecisionContext], offset: int, kernels: DecisionKernels | None
+    logits: Tensor,
+    contexts: Sequence[DecisionContext],
+    offset: int,
+    kernels: DecisionKernels | None,
+    parts: Parts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The best score of each row, float32 [n], and its token, int64 [n]."""
+    """The best score of each row, float32 [n], and its token, int64 [n]. Only `kernels` truncate rows by `parts`."""
     if kernels is not None and len(contexts):
-        return winners(kernels, logits.detach(), table_of(contexts, offset, logits.shape[1]), offset)
+        vocabulary = None if parts is None else parts.vocabulary
+        table = table_of(contexts, offset, logits.shape[1], vocabulary)
+        return winners(kernels, logits.detach(), table, offset, parts)
     contexts = list(contexts)  # each is read more than once
     values = torch.empty(len(contexts), device=logits.device)
     ids = torch.empty(len(contexts), dtype=torch.int64, device=logits.device)

@@ -30,6 +30,8 @@ WORD = 32
 """Bits of a word of a mask."""
 MOST_COLUMNS = 1 << 22
 """Most columns of logits that kernels read. The largest vocabularies have 2¹⁸ tokens."""
+NO_LIMIT = MOST_COLUMNS
+"""The limit of a row without top-k."""
 _LEAST_TAIL = 1e-6
 """Least share outside of top-p for which the tokens in its far tail are told apart by a bound."""
 
@@ -70,7 +72,7 @@ class DecisionTable:
     truncated: npt.NDArray[np.int32]
     """`[t]`: rows with top-k, top-p or min-p."""
     limits: npt.NDArray[np.int64]
-    """`[t]`: top-k; the size of the vocabulary for none."""
+    """`[t]`: top-k; `NO_LIMIT` for none."""
     shares: npt.NDArray[np.float64]
     """`[t]`: top-p; 1 for none."""
     tails: npt.NDArray[np.float32]
@@ -84,8 +86,13 @@ class DecisionTable:
         return int(np.diff(self.ends).max(initial=0))
 
 
-def table_of(contexts: Sequence[DecisionContext], offset: int, size: int) -> DecisionTable:
-    """The table of the contexts of all rows of logits `[n, size]`. Raises `ValueError` for a position below 0."""
+def table_of(
+    contexts: Sequence[DecisionContext], offset: int, size: int, vocabulary: int | None = None
+) -> DecisionTable:
+    """The table of the contexts of all rows of logits `[n, size]`. Raises `ValueError` for a position below 0.
+
+    `vocabulary` is the number of all tokens, if the logits are those of a part of them.
+    """
     rows = rows_of_contexts(contexts)
     counts = np.array([len(row) for row in rows], dtype=np.int64)
     firsts = np.cumsum(counts) - counts
@@ -99,7 +106,7 @@ def table_of(contexts: Sequence[DecisionContext], offset: int, size: int) -> Dec
         positions,
         np.repeat(np.array([_temperature(one) for one in samplings], dtype=np.float32), counts),
         *_entries(_changes_of(rows, firsts.tolist(), offset, size), len(positions), size),
-        *_truncations(samplings, counts, size),
+        *_truncations(samplings, counts, size if vocabulary is None else vocabulary),
     )
 
 
@@ -130,7 +137,7 @@ def _entries(
 
 
 def _truncations(
-    samplings: Sequence[SamplingParameters], counts: _Tokens, size: int
+    samplings: Sequence[SamplingParameters], counts: _Tokens, vocabulary: int
 ) -> tuple[_Columns, _Tokens, npt.NDArray[np.float64], _Numbers, _Numbers]:
     """From `truncated` to `gaps` of the table of rows with `counts` decisions each."""
     truncates = [is_truncated(sampling) for sampling in samplings]
@@ -141,9 +148,9 @@ def _truncations(
     gaps = [math.log(one.min_p) if one.min_p else -math.inf for one in cut]
     return (
         np.flatnonzero(np.repeat(is_cut, counts)).astype(np.int32),
-        np.repeat(np.array([min(one.top_k or size, size) for one in cut], dtype=np.int64), repeats),
+        np.repeat(np.array([_limit(one.top_k, vocabulary) for one in cut], dtype=np.int64), repeats),
         np.repeat(np.array([min(one.top_p, 1.0) for one in cut], dtype=np.float64), repeats),
-        np.repeat(np.array([_tail(one.top_p, size) for one in cut], dtype=np.float32), repeats),
+        np.repeat(np.array([_tail(one.top_p, vocabulary) for one in cut], dtype=np.float32), repeats),
         np.repeat(np.array(gaps, dtype=np.float32), repeats),
     )
 
@@ -244,9 +251,13 @@ def _all_bits(size: int) -> TokenBits:
     return first_bits(np.full(-(-size // 8), 255, dtype=np.uint8), size)
 
 
-def _tail(share: float, size: int) -> float:
+def _limit(top_k: int, vocabulary: int) -> int:
+    return top_k if 0 < top_k < vocabulary else NO_LIMIT
+
+
+def _tail(share: float, vocabulary: int) -> float:
     """A bound on logits, relative to the largest, below which all tokens together are less than 1 - `share`.
 
     The largest token has the mass 1, so all have at least that. The other e leaves room for rounding.
     """
-    return math.log((1.0 - share) / size) - 1.0 if 1.0 - share >= _LEAST_TAIL else -math.inf
+    return math.log((1.0 - share) / vocabulary) - 1.0 if 1.0 - share >= _LEAST_TAIL else -math.inf

@@ -102,11 +102,15 @@ def counts_to_reach(masses: Tensor, total: Tensor, top_p: Sequence[float]) -> Te
 
     `masses` [n, k] are the cumulative masses of the leading tokens, `total` [n, 1] is the mass of all tokens.
     """
-    share = tensor_on(masses.device, top_p, torch.float64).unsqueeze(1)
-    wanted = (total * share).ceil().long().clamp(min=1).minimum(total)
-    wanted = torch.where(share < 1.0, wanted, _ALL_MASS)
     # The tokens before the wanted mass is reached, and the one that reaches it.
-    return (masses < wanted).sum(dim=1, keepdim=True) + 1
+    return (masses < mass_to_reach(total, top_p)).sum(dim=1, keepdim=True) + 1
+
+
+def mass_to_reach(total: Tensor, top_p: Sequence[float]) -> Tensor:
+    """The mass that tokens kept by top-p reach, from that of all tokens: int64 [n, 1]; above it for no top-p."""
+    share = tensor_on(total.device, top_p, torch.float64).unsqueeze(1)
+    wanted = (total * share).ceil().long().clamp(min=1).minimum(total)
+    return torch.where(share < 1.0, wanted, _ALL_MASS)
 
 
 def _keep_counted(logits: Tensor, leaders: Tensor, counts: Tensor) -> None:

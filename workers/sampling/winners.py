@@ -2,26 +2,34 @@
 
 Here is what the host does for them: what it copies to the device, and in which order it launches which kernel. The
 tokens are those of `workers.sampling.decide`, whose functions on PyTorch's operators are the reference. Rows with
-top-k, top-p or min-p are read in more passes, before.
+top-k, top-p or min-p are read in more passes, before. Ranks that have parts of the vocabulary add up what these passes
+sum of each digit of a logit, and decide alone which of the tokens with the smallest logit that is kept they keep.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from workers.sampling.decision_table import WORD, DecisionTable
+from workers.sampling.decision_table import NO_LIMIT, WORD, DecisionTable
+from workers.sampling.parts import DIGIT_BITS as SHARED_BITS
+from workers.sampling.parts import Parts
 from workers.transfer import to_device_together
 
 TILE = 4096
 """Columns or entries of a tile of a row."""
+PLACE_BITS = 54
+"""Bits of a token's place among those of its row: the 32 of the order of its logit, then those of its column."""
 DIGIT_BITS = 11
-SHIFTS = (44, 33, 22, 11, 0)
-"""Bits below each digit of a token's place among those of its row, which has 54 bits."""
-BINS = 1 << DIGIT_BITS
+_SHIFTS = (44, 33, 22, 11, 0)
+"""Bits below each digit of a place. The first three have the whole logit."""
+_SHARED_SHIFTS = (46, 38, 30, 22)
+"""Bits below the digits of `SHARED_BITS` of a place's logit."""
+_COLUMN_SHIFTS = (11, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +80,9 @@ class Search:
     wanted: torch.Tensor
     """int64 `[truncated rows]`: what is to be reached below these digits."""
     sums: torch.Tensor
-    """int64 `[truncated rows, BINS]`"""
+    """int64 `[truncated rows, bins of a digit]`"""
+    offset: int
+    """The token of the first logit."""
 
 
 class DecisionKernels(Protocol):
@@ -92,8 +102,8 @@ class DecisionKernels(Protocol):
     def sum_digits(self, logits: torch.Tensor, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:
         """Add up the tokens of each truncated row, or their masses, by the digit of their places above `shift`."""
 
-    def choose_digits(self, size: int, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:
-        """Choose the digit with which the sums reach what is wanted, and empty the sums. `size` is that of a row."""
+    def choose_digits(self, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:
+        """Choose the digit with which the sums reach what is wanted, and empty the sums."""
 
     def best_of_tiles(
         self,
@@ -115,20 +125,21 @@ class DecisionKernels(Protocol):
 
 
 def winners(
-    kernels: DecisionKernels, logits: torch.Tensor, table: DecisionTable, offset: int
+    kernels: DecisionKernels, logits: torch.Tensor, table: DecisionTable, offset: int, parts: Parts | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best score of each row of logits `[n, size]`, float32 `[n]`, and its token, int64 `[n]`.
 
     Logits are those of tokens `offset … offset + size - 1`, with contiguous rows. A row in which no token can be chosen
-    has the score minus infinity.
+    has the score minus infinity. With `parts`, rows are truncated among the logits of all ranks, which call this
+    together.
     """
     count, size = logits.shape
     rows = rows_on(logits.device, table, size, kernels)
-    truncation = _truncations(kernels, logits, rows, table)
-    parts = _scores_and_tokens(logits.device, (count, rows.tiles), torch.int32)
-    kernels.best_of_tiles(logits, rows, truncation, parts, offset)
+    truncation = _truncations(kernels, logits, rows, table, offset, parts)
+    tiles = _scores_and_tokens(logits.device, (count, rows.tiles), torch.int32)
+    kernels.best_of_tiles(logits, rows, truncation, tiles, offset)
     found = _scores_and_tokens(logits.device, (count,), torch.int64)
-    kernels.join_tiles(parts, found, offset)
+    kernels.join_tiles(tiles, found, offset)
     return found
 
 
@@ -150,7 +161,12 @@ def rows_on(device: torch.device, table: DecisionTable, size: int, kernels: Deci
 
 
 def _truncations(
-    kernels: DecisionKernels, logits: torch.Tensor, rows: Rows, table: DecisionTable
+    kernels: DecisionKernels,
+    logits: torch.Tensor,
+    rows: Rows,
+    table: DecisionTable,
+    offset: int,
+    parts: Parts | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Largest logit and place of the last kept token of each truncated row, and the truncation's index of each row."""
     count = len(table.truncated)
@@ -160,35 +176,56 @@ def _truncations(
     if not count:
         return orders, edges, indices
     kernels.largest_logits(logits, rows, orders, indices)
+    if parts is not None:
+        orders = parts.all_gather(orders).amax(dim=0)
     bests = torch.where(orders < 0, orders ^ 0x7FFFFFFF, orders).view(torch.float32)
-    with_limits, with_shares = bool((table.limits < logits.shape[1]).any()), bool((table.shares < 1.0).any())
-    if with_limits or with_shares:
-        edges = _edges_of(kernels, logits, rows, bests, with_limits=with_limits, with_shares=with_shares)
+    searches = [False] * bool((table.limits < NO_LIMIT).any()) + [True] * bool((table.shares < 1.0).any())
+    if searches:
+        prefixes, wanted = torch.zeros_like(edges), torch.zeros_like(edges)
+        sums = torch.zeros((count, 1 << DIGIT_BITS), dtype=torch.int64, device=logits.device)
+        search = Search(bests, edges, prefixes, wanted, sums, offset)
+        _find_edges(kernels, logits, rows, search, parts, searches)
     return bests, edges, indices
 
 
-def _edges_of(
+def _find_edges(
     kernels: DecisionKernels,
     logits: torch.Tensor,
     rows: Rows,
-    bests: torch.Tensor,
-    *,
-    with_limits: bool,
-    with_shares: bool,
-) -> torch.Tensor:
-    """The places of the last tokens that top-k and top-p keep, int64 `[truncated rows]`; 0 where they keep all.
-
-    `bests` float32 `[truncated rows]` are the largest warped logits.
-    """
-    count = len(rows.truncated)
-    edges, prefixes, wanted = (torch.zeros(count, dtype=torch.int64, device=logits.device) for _ in range(3))
-    sums = torch.zeros((count, BINS), dtype=torch.int64, device=logits.device)
-    search = Search(bests, edges, prefixes, wanted, sums)
-    for by_mass in [False] * with_limits + [True] * with_shares:
-        for shift in SHIFTS:
+    search: Search,
+    parts: Parts | None,
+    searches: Sequence[bool],
+) -> None:
+    """Find the edges. `searches` has `False` if some rows have top-k, then `True` if some have top-p."""
+    for by_mass in searches:
+        if parts is not None:
+            _find_last_logits(kernels, logits, rows, search, parts, by_mass=by_mass)
+        for shift in _SHIFTS if parts is None else _COLUMN_SHIFTS:
             kernels.sum_digits(logits, rows, search, by_mass=by_mass, shift=shift)
-            kernels.choose_digits(logits.shape[1], rows, search, by_mass=by_mass, shift=shift)
-    return edges
+            kernels.choose_digits(rows, search, by_mass=by_mass, shift=shift)
+
+
+def _find_last_logits(
+    kernels: DecisionKernels,
+    logits: torch.Tensor,
+    rows: Rows,
+    search: Search,
+    parts: Parts,
+    *,
+    by_mass: bool,
+) -> None:
+    """Find the smallest logits that are kept of all parts.
+
+    What is wanted then is what is left for this part's tokens with that logit, after those of the parts before it.
+    """
+    bins, count, device = 1 << SHARED_BITS, len(search.edges), search.edges.device
+    found = torch.zeros((len(_SHARED_SHIFTS), count, bins), dtype=torch.int64, device=device)
+    for shift, own in zip(_SHARED_SHIFTS, found.unbind(), strict=True):
+        kernels.sum_digits(logits, rows, replace(search, sums=own), by_mass=by_mass, shift=shift)
+        found = parts.all_gather(own)  # [parts, truncated rows, bins]
+        kernels.choose_digits(rows, replace(search, sums=found.sum(dim=0)), by_mass=by_mass, shift=shift)
+    digits = search.prefixes & (bins - 1)
+    search.wanted.sub_(found[: parts.index].sum(dim=0).gather(1, digits.unsqueeze(1)).squeeze(1))
 
 
 def _scores_and_tokens(

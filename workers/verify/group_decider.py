@@ -1,8 +1,9 @@
 """Decides tokens together with the other ranks of a tensor-parallel group.
 
-Each rank computes logits for its own part of the vocabulary. For most sampling parameters the ranks exchange the best
-score and token of each part in one collective, and every rank merges them. For parameters that need the whole
-distribution, rank 0 gathers the logits of the rows, decides and broadcasts the tokens.
+Each rank computes logits for its own part of the vocabulary. The ranks exchange the best score and token of each part
+in one collective, and every rank merges them. Before, for rows with top-k or top-p, they exchange sums of their tokens
+by digit of their logits (`workers.sampling.parts`), whose size does not depend on the vocabulary. For log-probabilities
+and rules that need the whole distribution, rank 0 gathers the logits of the rows, decides and broadcasts the tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from workers.forward.loaded_model import LoadedModel
 from workers.sampling.acceptance import Accepted
 from workers.sampling.context import DecisionContext, rows_of_contexts
 from workers.sampling.decide import is_shardable, merge_winners, shard_winners
+from workers.sampling.parts import Parts
 from workers.sampling.winners import DecisionKernels
 from workers.transfer import HostCopies, rows_of
 from workers.verify.decider import LaunchedDecisions, LocalDecider, chosen_contexts, most_probable
@@ -72,6 +74,7 @@ class GroupDecider:
         self._rank = rank
         self._shard = -(-model.vocabulary_size // model.tensor_parallel)
         self._exchange: Exchange = exchange or _ProcessGroup(rank, model.tensor_parallel)
+        self._parts = Parts(rank, model.vocabulary_size, self._exchange.all_gather)
         self._kernels = kernels
         self._local = LocalDecider(kernels)
 
@@ -134,7 +137,7 @@ class GroupDecider:
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], copies: HostCopies
     ) -> LaunchedDecisions:
         """Merge the best scores and tokens of all parts, on every rank."""
-        values, ids = shard_winners(logits, contexts, self._model.vocabulary_offset, self._kernels)
+        values, ids = shard_winners(logits, contexts, self._model.vocabulary_offset, self._parts, self._kernels)
         found = torch.stack([values.double(), ids.double()])  # exact: a float32, and an integer below 2**53
         best, tokens = self._exchange.all_gather(found).unbind(1)  # [ranks, decisions]
         merged = copies.add(merge_winners(best, tokens.long()))

@@ -15,7 +15,7 @@ from workers.transfer import HostCopies
 from workers.verify.decider import Decider, LocalDecider
 from workers.verify.group_decider import GroupDecider
 
-ALL_GATHER, GATHER = "all_gather", "gather"
+ALL_GATHER, GATHER = "all_gather", "gather_on_first"
 """What each rank receives of all others, and rank 0 alone, among the kernels that decide."""
 _ENTRY_BYTES = 12
 """Bytes of the column, the factor and the term of an entry."""
@@ -39,7 +39,7 @@ class CountedDecisions:
     def sum_digits(self, logits: torch.Tensor, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:  # noqa: ARG002 - part of the interface
         self._add("sum_digits", self._read(logits, rows, len(search.bests)))
 
-    def choose_digits(self, size: int, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:  # noqa: ARG002
+    def choose_digits(self, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:  # noqa: ARG002
         self._add("choose_digits", 2 * search.sums.nbytes)
 
     def best_of_tiles(
@@ -124,8 +124,8 @@ class Decided:
 def count_decisions(model: LoadedModel, ranks: int, logits: torch.Tensor, rows: Iterable[RowDecisions]) -> Decided:
     """Let the first of some ranks decide, with logits `[decisions, vocabulary (this rank's part)]`.
 
-    For rows with top-k or top-p it gathers the logits of all ranks and samples from the whole vocabulary; the other
-    ranks wait for the tokens. For the other rows each rank finds its best scores and tokens, which all exchange.
+    Each rank finds its best scores and tokens, which all exchange. For rows with top-k or top-p they also exchange sums
+    by digit of their logits. Where log-probabilities are asked for, the first rank gathers the logits of the rows.
     """
     counter = KernelCounter()
     kernels = CountedDecisions(counter)

@@ -16,7 +16,7 @@ from cluster.core.tree import TokenTree
 from workers.sampling import decision_table
 from workers.sampling.allowed_tokens import AllowedTokens
 from workers.sampling.context import DecisionContext, RowDecisions, StepContexts, tree_contexts
-from workers.sampling.decision_table import WORD, DecisionTable, table_of
+from workers.sampling.decision_table import NO_LIMIT, WORD, DecisionTable, table_of
 from workers.sampling.warp import untruncated
 
 VOCABULARY = 70
@@ -93,9 +93,16 @@ def test_only_truncated_rows_have_bounds() -> None:
     ]
     table = table_of([DecisionContext(sampling, TOKENS, 2) for sampling in samplings], 0, VOCABULARY)
     assert table.truncated.tolist() == [1, 2]
-    assert table.limits.tolist() == [VOCABULARY, VOCABULARY]
+    assert table.limits.tolist() == [NO_LIMIT, NO_LIMIT]
     assert table.shares.tolist() == [1.0, 0.5]
     assert table.gaps.tolist() == [-math.inf, -math.inf]
+
+
+def test_rows_of_a_part_have_the_bounds_of_the_whole_vocabulary() -> None:
+    contexts = [DecisionContext(replace(PLAIN, top_k=50, top_p=0.5), TOKENS, 2)]
+    whole, part = table_of(contexts, 0, VOCABULARY), table_of(contexts, 30, 40, VOCABULARY)
+    assert part.limits.tolist() == whole.limits.tolist() == [50]
+    assert part.tails.tolist() == whole.tails.tolist()
 
 
 def test_seeds_keep_their_64_bits() -> None:

@@ -184,12 +184,12 @@ def test_equal_winners_merge_to_the_lower_token() -> None:
 
 
 @pytest.mark.parametrize("change", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_truncation_requires_the_whole_vocabulary_unless_greedy(change: dict[str, float]) -> None:
+def test_truncation_requires_what_the_other_shards_find_unless_greedy(change: dict[str, float]) -> None:
     drawn = replace(SamplingParameters(), **change)
-    assert not is_shardable(drawn)
-    assert is_shardable(replace(drawn, temperature=0.0))
-    with pytest.raises(ValueError, match="row 0"):
+    with pytest.raises(ValueError, match="row 0: its sampling parameters need what the other shards find"):
         shard_winners(torch.zeros(1, 4), [DecisionContext(drawn, (0,), 1)], 0)
+    greedy = [DecisionContext(replace(drawn, temperature=0.0), (0,), 1)]
+    assert shard_winners(torch.zeros(1, 4), greedy, 0)[1].tolist() == [0]
 
 
 def test_a_minimal_length_is_shardable() -> None:

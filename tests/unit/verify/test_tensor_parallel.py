@@ -36,7 +36,12 @@ LETTERS = Grammar(GrammarKind.REGEX, "[A-Za-z]{30,90}")
 SETTINGS = {
     "greedy": SamplingParameters(temperature=0.0),
     "sampled, parts suffice": SamplingParameters(temperature=0.9, seed=4, presence_penalty=0.4),
-    "sampled, whole needed": SamplingParameters(temperature=0.9, seed=4, top_k=30, top_p=0.9, min_p=0.01),
+    "top-k, top-p and min-p": SamplingParameters(temperature=0.9, seed=4, top_k=30, top_p=0.9, min_p=0.01),
+    "top-k": SamplingParameters(temperature=1.3, seed=5, top_k=7),
+    "top-p": SamplingParameters(temperature=1.1, seed=6, top_p=0.7, repetition_penalty=1.2),
+    "wide top-p": SamplingParameters(temperature=3.0, seed=7, top_p=0.98),
+    "min-p": SamplingParameters(temperature=1.5, seed=8, min_p=0.3),
+    "top-p with logprobs": SamplingParameters(temperature=0.9, seed=4, top_p=0.8, logprobs=2),
     "logprobs": SamplingParameters(temperature=0.9, seed=4, logprobs=2),
     "allowed": SamplingParameters(temperature=0.9, seed=4, allowed_token_ids=tuple(range(3, 90, 7))),
     "bad words": SamplingParameters(temperature=0.0, bad_words=((41,), (7, 8), (60, 2))),

@@ -2,7 +2,8 @@
 
 A token's place is one integer: the order of its logit, then of its column, so that the lowest of equal tokens comes
 first, and no two tokens have the same place. A pass over the logits counts tokens (top-k) or sums their probability
-masses (top-p) by the next digit of their places. All sums are of integers, so their order changes nothing.
+masses (top-p) by the next digit of their places. All sums are of integers, so neither their order nor how the
+vocabulary is divided among ranks changes anything.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from workers.sampling.decision_table import MOST_COLUMNS
+from workers.sampling.decision_table import MOST_COLUMNS, NO_LIMIT
 from workers.sampling.triton.rows import ordered_bits, warped_tile
 from workers.sampling.truncate import UNIT_BITS
-from workers.sampling.winners import DIGIT_BITS
 
-_BITS = tl.constexpr(DIGIT_BITS)
+_NO_LIMIT = tl.constexpr(NO_LIMIT)
 _LAST_COLUMN, _COLUMN_BITS = tl.constexpr(MOST_COLUMNS - 1), tl.constexpr(MOST_COLUMNS.bit_length() - 1)
 _EXPONENT_BIAS = tl.constexpr(127 + UNIT_BITS)
 _ROUNDER = tl.constexpr(12582912.0)
@@ -25,22 +25,23 @@ _ROUNDER = tl.constexpr(12582912.0)
 @triton.jit
 def sum_digits(
     logits, temperatures, masks, excluded, ends, columns, factors, terms, size, stride, column_tiles,
-    truncated, limits, shares, tails, bests, edges, prefixes, sums,
-    BY_MASS: tl.constexpr, SHIFT: tl.constexpr, FIRST: tl.constexpr, BINS: tl.constexpr, COUNT: tl.constexpr,
+    truncated, limits, shares, tails, bests, edges, prefixes, sums, offset,
+    BY_MASS: tl.constexpr, SHIFT: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BINS: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """Add a tile's tokens, or their masses, to the sums of their digits, if the digits before are the chosen ones."""
     index = tl.program_id(0)
-    is_searched = tl.load(shares + index) < 1.0 if BY_MASS else tl.load(limits + index) < size
+    is_searched = tl.load(shares + index) < 1.0 if BY_MASS else tl.load(limits + index) < _NO_LIMIT
     if is_searched:
         column, value, is_column = warped_tile(
             tl.load(truncated + index), tl.program_id(1), logits, temperatures, masks, excluded, ends, columns,
             factors, terms, size, stride, column_tiles, COUNT,
         )  # fmt: skip
-        place = places(value, column)
+        place = places(value, column + offset)
         digit = ((place >> SHIFT) & (BINS - 1)).to(tl.int32)
         is_counted = is_column
         if not FIRST:
-            is_counted = is_counted & ((place >> (SHIFT + _BITS)) == tl.load(prefixes + index))
+            is_counted = is_counted & ((place >> (SHIFT + BITS)) == tl.load(prefixes + index))
         own = sums + index.to(tl.int64) * BINS
         if BY_MASS:
             is_counted = is_counted & (place >= tl.load(edges + index))
@@ -59,12 +60,12 @@ def sum_digits(
 
 @triton.jit
 def choose_digits(
-    limits, shares, edges, prefixes, wanted, sums, size,
-    BY_MASS: tl.constexpr, SHIFT: tl.constexpr, FIRST: tl.constexpr, BINS: tl.constexpr,
+    limits, shares, edges, prefixes, wanted, sums,
+    BY_MASS: tl.constexpr, SHIFT: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Choose the largest digit from which on upwards the sums reach what is wanted, and empty the sums."""
     index = tl.program_id(0)
-    is_searched = tl.load(shares + index) < 1.0 if BY_MASS else tl.load(limits + index) < size
+    is_searched = tl.load(shares + index) < 1.0 if BY_MASS else tl.load(limits + index) < _NO_LIMIT
     if is_searched:
         bins = tl.arange(0, BINS)
         own = sums + index.to(tl.int64) * BINS
@@ -83,7 +84,7 @@ def choose_digits(
             prefix = tl.load(prefixes + index)
             want = tl.load(wanted + index)
         digit = tl.max(tl.where(upwards >= want, bins, 0), axis=0)
-        prefix = (prefix << _BITS) + digit
+        prefix = (prefix << BITS) + digit
         tl.store(prefixes + index, prefix)
         tl.store(wanted + index, want - tl.sum(tl.where(bins > digit, found, 0), axis=0))
         if SHIFT == 0:
@@ -92,7 +93,7 @@ def choose_digits(
 
 @triton.jit
 def places(value, column):
-    """The place of each token, int64: larger for larger logits, then for lower columns."""
+    """The place of each token, int64: larger for larger logits, then for lower columns of the whole vocabulary."""
     order = ordered_bits(value).to(tl.int64) + 2147483648
     return (order << _COLUMN_BITS) + (_LAST_COLUMN - column)
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from workers.sampling.triton.noise import LEAST_NOISE, MOST_NOISE, gumbel, packed_chords, row_key
 from workers.sampling.triton.rows import exclude_entries, ordered_bits, warped_tile
 from workers.sampling.triton.truncation import choose_digits, places, sum_digits
-from workers.sampling.winners import BINS, SHIFTS, TILE, Rows, Search
+from workers.sampling.winners import PLACE_BITS, TILE, Rows, Search
 
 _SPREAD = tl.constexpr(MOST_NOISE - LEAST_NOISE)
 _NO_COLUMN = tl.constexpr(2147483647)
@@ -36,13 +36,14 @@ class TritonDecisions:
     def sum_digits(self, logits: torch.Tensor, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:
         sum_digits[(len(rows.truncated), rows.tiles)](
             *rows.of_logits(logits), rows.truncated, rows.limits, rows.shares, rows.tails, search.bests, search.edges,
-            search.prefixes, search.sums, **_digit(by_mass, shift), COUNT=TILE, num_warps=8, enable_fp_fusion=False,
+            search.prefixes, search.sums, search.offset, **_digit(search, by_mass, shift), COUNT=TILE, num_warps=8,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
-    def choose_digits(self, size: int, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:
+    def choose_digits(self, rows: Rows, search: Search, *, by_mass: bool, shift: int) -> None:
         choose_digits[(len(rows.truncated),)](
-            rows.limits, rows.shares, search.edges, search.prefixes, search.wanted, search.sums, size,
-            **_digit(by_mass, shift), num_warps=8,
+            rows.limits, rows.shares, search.edges, search.prefixes, search.wanted, search.sums,
+            **_digit(search, by_mass, shift), num_warps=8,
         )  # fmt: skip
 
     def best_of_tiles(
@@ -67,9 +68,11 @@ class TritonDecisions:
         join_tiles[(rows,)](*parts, *found, tiles, offset, TILES=triton.next_power_of_2(tiles))
 
 
-def _digit(by_mass: bool, shift: int) -> dict[str, object]:
+def _digit(search: Search, by_mass: bool, shift: int) -> dict[str, object]:
     """The constants of the kernels that search for a digit."""
-    return {"BY_MASS": by_mass, "SHIFT": shift, "FIRST": shift == SHIFTS[0], "BINS": BINS}
+    bins = search.sums.shape[1]
+    bits = bins.bit_length() - 1
+    return {"BY_MASS": by_mass, "SHIFT": shift, "FIRST": shift + bits >= PLACE_BITS, "BITS": bits, "BINS": bins}
 
 
 @triton.jit
@@ -103,7 +106,7 @@ def best_of_tiles(
     if TRUNCATES:
         index = tl.load(truncations + row)
         if index >= 0:
-            is_column = is_column & (places(value, column) >= tl.load(edges + index))
+            is_column = is_column & (places(value, column + offset) >= tl.load(edges + index))
             is_column = is_column & (value >= tl.load(bests + index) + tl.load(gaps + index))
             value = tl.where(is_column, value, float("-inf"))
     if tl.load(temperatures + row) != 0.0:
