@@ -206,6 +206,11 @@ class NextTokens:
             return self.listed.permits(token)
         return not self.allowed or self.allowed[token : token + 1] == b"\1"
 
+    def permitted(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The tokens of a draft before the first one that the grammar excludes."""
+        known = range(min(len(tokens), len(self.forced) + 1))
+        return tokens[: next((depth for depth in known if not self.permits(depth, tokens[depth])), len(tokens))]
+
     def mask(self) -> bytes:
         """For each token of the vocabulary, 1 if it may follow `forced` and 0 if not; empty: nothing is known."""
         return self.allowed if self.listed is None else self.listed.mask()

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from cluster.core.drafting import DraftRow, HiddenStates, Proposal
+from cluster.core.drafting import ANY_TOKENS, DraftRow, HiddenStates, NextTokens, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.verification import LearningStatus, OpenResult, OpenRow, StepBatch, StepResult, TargetInfo
@@ -96,6 +96,8 @@ class DraftedPath:
     tokens: tuple[int, ...]
     computed: int = 0
     """How many of the tokens earlier draft passes have computed."""
+    next_tokens: NextTokens = ANY_TOKENS
+    """What the sequence's grammar says of the tokens after the last committed one."""
 
 
 class DraftPasses(Protocol):
@@ -121,7 +123,7 @@ class DraftPasses(Protocol):
         """Compute the paths in one pass. Returns the best `count` tokens after each, best first, with probabilities.
 
         The probability is the part's own confidence. Without probabilities, it is 1 and there is one token at most. No
-        token is returned where all logits are NaN or -inf.
+        token is returned that the path's grammar excludes, and none where all logits are NaN or -inf.
         """
 
 

@@ -19,7 +19,7 @@ from cluster.core.config.base import ModuleSection, Rate
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
 from cluster.core.draft_origin import DraftOrigin
-from cluster.core.drafting import DraftRow, Proposal
+from cluster.core.drafting import DraftRow, NextTokens, Proposal
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.ports import DraftedPath, DraftingTarget, DraftPasses, TargetPart
@@ -73,6 +73,8 @@ class _Draft:
     base_len: int
     last_token: int
     sampling: SamplingParameters
+    next_tokens: NextTokens
+    """What the sequence's grammar says of the chain's first tokens."""
     chain: list[int] = field(default_factory=list)
     levels: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     """The candidates at each depth, with the part's confidence; the first one continues the chain."""
@@ -141,12 +143,13 @@ class EarlyExitDrafter:
         sampling = passes.sampling(row.sequence_id)
         if depth < 1 or sampling is None or not row.new_tokens:
             return None
-        return _Draft(depth, row.base_len, row.new_tokens[-1], sampling)
+        return _Draft(depth, row.base_len, row.new_tokens[-1], sampling, row.next_tokens)
 
     def _grow(self, passes: DraftPasses, drafts: Mapping[SequenceId, _Draft]) -> None:
         """Add one token to each chain. With several ranks, the probabilities are all 1 and end no chain."""
         paths = [
-            DraftedPath(name, (draft.last_token, *draft.chain), len(draft.chain)) for name, draft in drafts.items()
+            DraftedPath(name, (draft.last_token, *draft.chain), len(draft.chain), draft.next_tokens)
+            for name, draft in drafts.items()
         ]
         for draft, found in zip(drafts.values(), passes.next_tokens(paths, self._settings.candidates), strict=True):
             if not found:

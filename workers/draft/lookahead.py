@@ -86,9 +86,9 @@ class LookaheadSession(LookupSession):
         self.pool = NgramPool(settings.candidates)
         self.window = JacobiWindow()
 
-    def continuations(self, length: int) -> Sequence[Continuation]:
-        """Possible continuations of at most `length` tokens."""
-        return [Continuation(found[:length], 1) for found in self.pool.after(self.tokens[-1])]
+    def continuations(self, forced: Sequence[int], length: int) -> Sequence[Continuation]:
+        """Possible continuations of the committed tokens and the tokens `forced`, of at most `length` tokens."""
+        return [Continuation(found[:length], 1) for found in self.pool.after((self.tokens[-1], *forced)[-1])]
 
     def remove(self, length: int) -> None:
         """Remove the tokens from position `length` on."""
@@ -118,6 +118,14 @@ class LookaheadSession(LookupSession):
         first = position * _STRIDE
         return tuple(self.tokens[(first + step) % len(self.tokens)] for step in range(self._settings.ngram - 1))
 
+    def fitted(self, position: int, column: tuple[int, ...]) -> tuple[int, ...]:
+        """A column from `position` on; the latest token of the text that the grammar permits takes the place of a first
+        one that it excludes. No token where the text has none."""
+        known, depth = self.next_tokens, position - len(self.tokens)
+        if known.permits(depth, column[0]):
+            return column
+        return next(((one, *column[1:]) for one in reversed(self.tokens) if known.permits(depth, one)), ())
+
 
 class LookaheadDrafter(EstimatingDrafter[LookaheadSession]):
     """Drafts each row's candidates and window in one tree."""
@@ -127,30 +135,38 @@ class LookaheadDrafter(EstimatingDrafter[LookaheadSession]):
         self._settings = settings
 
     def _draft(self, session: LookaheadSession, budget: DraftBudget, reliability: Reliability) -> ContinuationTree:
-        """Candidates get their share of the nodes, then the window gets as many columns as the rest allows."""
+        """Candidates get their share of the nodes, then the window gets as many columns as the rest allows.
+
+        There is no window after tokens that the grammar forces: the coordinator puts them in place of a tree that must
+        be verified whole.
+        """
         nodes, depth = budget.max_nodes, budget.max_depth
         settings = self._settings
         levels = settings.ngram - 1
         share = max(1, nodes // levels * settings.candidates // (settings.window + settings.candidates))
-        candidates = [list(one.tokens) for one in session.continuations(depth)[:share]]
+        known = session.next_tokens
+        candidates = [tokens for one in session.drafts(depth) if (tokens := known.permitted(one.tokens))][:share]
         tree = TokenTree.from_candidates(candidates, nodes)
-        columns = max(0, min(settings.window, depth - levels + 1, (nodes - len(tree)) // levels))
-        session.window.place(len(session.tokens), columns, session.new_column)
+        forced = min(len(known.forced), len(tree))
+        columns = max(0, min(settings.window, depth - levels + 1, (nodes - len(tree)) // levels)) if not forced else 0
+        columns = session.window.place(len(session.tokens), columns, session.new_column, session.fitted)
         whole = TokenTree.from_candidates([*candidates, *session.window.paths(columns)], nodes)
-        return _with_rates(whole, len(tree), reliability)
+        return _with_rates(whole, len(tree), forced, reliability)
 
 
-def _with_rates(tree: TokenTree, candidate_nodes: int, reliability: Reliability) -> ContinuationTree:
-    """Add the acceptance probabilities. The first `candidate_nodes` nodes are those of the candidates."""
+def _with_rates(tree: TokenTree, candidate_nodes: int, forced: int, reliability: Reliability) -> ContinuationTree:
+    """Add the acceptance probabilities. The first `candidate_nodes` nodes are those of the candidates, and `forced` of
+    them are a chain of sure tokens."""
     conditionals: list[float] = []
     probabilities: list[float] = []
     rank = 0
     for node, parent in enumerate(tree.parents):
-        rank += parent == ROOT
-        rate = _WINDOW_RATE if node >= candidate_nodes else _FIRST_RATE / rank if parent == ROOT else _NEXT_RATE
+        is_first = parent == forced - 1
+        rank += is_first
+        rate = _WINDOW_RATE if node >= candidate_nodes else _FIRST_RATE / rank if is_first else _NEXT_RATE
         above = 1.0 if parent == ROOT else probabilities[parent]
-        conditionals.append(rate)
-        probabilities.append(above * reliability.probability(rate))
+        conditionals.append(1.0 if node < forced else rate)
+        probabilities.append(1.0 if node < forced else above * reliability.probability(rate))
     is_prunable = len(tree) <= candidate_nodes
     return ContinuationTree(tree, tuple(probabilities), tuple(conditionals), is_prunable)
 

@@ -64,26 +64,30 @@ class IndexedSession(Session):
         """At most `count` distinct continuations of `length` tokens, the most probable first.
 
         A longer match ranks before a shorter one. Among equal lengths the later match ranks first, and matches in the
-        source rank last.
+        source rank last. They begin with the tokens that the grammar forces, and end before one that it excludes.
         """
         found: dict[tuple[int, ...], None] = {}
-        looks = LOOKS_PER_CANDIDATE * count
-        for ngram in reversed(self._index.ending_at(len(self.tokens))):
-            earlier = islice(reversed(self._index.ends(ngram)), 1, 1 + looks)
+        known, forced = self.next_tokens, self.next_tokens.forced[:length]
+        looks, end_of_text = LOOKS_PER_CANDIDATE * count, len(self.tokens)
+        for ngram in reversed(self._index.ending_with(forced)):
+            earlier = islice((end for end in reversed(self._index.ends(ngram)) if end < end_of_text), looks)
             in_source = islice(reversed(self._source_index.ends(ngram)), looks)
             for continuation in chain(
-                (self._continued(end, length) for end in earlier),
-                (tuple(self._source[end : end + length]) for end in in_source if end < len(self._source)),
+                (self._continued(end, forced, length) for end in earlier),
+                (self._source[end : end + length] for end in in_source if end < len(self._source)),
             ):
-                found.setdefault(continuation)
+                if permitted := known.permitted((*forced, *continuation)[:length]):
+                    found.setdefault(tuple(permitted))
                 if len(found) == count:
                     return tuple(found)
-        return tuple(found)
+        return tuple(found) or (forced,) * bool(forced)
 
-    def _continued(self, position: int, length: int) -> tuple[int, ...]:
-        """The tokens from `position` on; beyond the end of the context the repetition continues."""
-        period = len(self.tokens) - position
-        return tuple(self.tokens[position + step % period] for step in range(length))
+    def _continued(self, position: int, forced: Sequence[int], length: int) -> list[int]:
+        """The tokens from `position` on; beyond the end of the context and `forced` the repetition continues."""
+        tokens = [*self.tokens[position : position + length], *forced]
+        while len(tokens) < length:
+            tokens += tokens
+        return tokens
 
 
 class NgramDrafter(SequenceDrafter[IndexedSession]):

@@ -43,15 +43,17 @@ class PredictionSettings(PluginSettings):
 
 
 class _Answer(Sequence[int]):
-    """The tokens of a text from a position on, without a copy of them. Positions are not negative."""
+    """The tokens of a text from a position on, and those after it, without a copy of them. Positions are not
+    negative."""
 
-    __slots__ = ("_begin", "_text")
+    __slots__ = ("_after", "_begin", "_own", "_text")
 
-    def __init__(self, text: Sequence[int], begin: int) -> None:
-        self._text, self._begin = text, begin
+    def __init__(self, text: Sequence[int], begin: int, after: Sequence[int]) -> None:
+        self._text, self._begin, self._after = text, begin, after
+        self._own = max(0, len(text) - begin)
 
     def __len__(self) -> int:
-        return max(0, len(self._text) - self._begin)
+        return self._own + len(self._after)
 
     @overload
     def __getitem__(self, place: int) -> int: ...
@@ -60,8 +62,9 @@ class _Answer(Sequence[int]):
     def __getitem__(self, place: int | slice) -> int | Sequence[int]:
         if isinstance(place, slice):
             first, end, _ = place.indices(len(self))
-            return self._text[self._begin + first : self._begin + max(first, end)]
-        return self._text[self._begin + place]
+            found = self._text[self._begin + first : self._begin + max(first, end)]
+            return found if end <= self._own else [*found, *self._after[max(0, first - self._own) : end - self._own]]
+        return self._text[self._begin + place] if place < self._own else self._after[place - self._own]
 
 
 class PredictionSession(LookupSession):
@@ -75,15 +78,15 @@ class PredictionSession(LookupSession):
         self._alignment = self._aligned()
         self._aligned_for = start.prediction
 
-    def continuations(self, length: int) -> Sequence[Continuation]:
-        """Possible continuations of at most `length` tokens."""
+    def continuations(self, forced: Sequence[int], length: int) -> Sequence[Continuation]:
+        """Possible continuations of the committed tokens and the tokens `forced`, of at most `length` tokens."""
         if self._aligned_for is not self.start.prediction:  # equal ones are compared once, and not at each draft
             if self._aligned_for != self.start.prediction:
                 self._alignment = self._aligned()
             self._aligned_for = self.start.prediction
         if not self.start.prediction:
             return ()
-        settings, answer = self._settings, _Answer(self.tokens, self.start.prompt_len)
+        settings, answer = self._settings, _Answer(self.tokens, self.start.prompt_len, forced)
         return self._alignment.continuations(answer, settings.max_match, settings.candidates, length)
 
     def _aligned(self) -> Alignment:

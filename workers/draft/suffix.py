@@ -112,12 +112,12 @@ class SuffixSession(LookupSession):
         self._source = OccurrenceIndex([], settings.min_match, settings.max_match)
         self._source.extend(start.source)
 
-    def continuations(self, length: int) -> Sequence[Continuation]:
-        """Possible continuations of at most `length` tokens."""
+    def continuations(self, forced: Sequence[int], length: int) -> Sequence[Continuation]:
+        """Possible continuations of the committed tokens and the tokens `forced`, of at most `length` tokens."""
         settings = self._settings
-        context = self.tokens[-settings.max_match :]
+        context = [*self.tokens[-settings.max_match :], *forced][-settings.max_match :]
         found = [
-            Continuation(self._repeated(position, length), match)
+            Continuation(self._repeated(position, forced, length), match)
             for position, match in self._index.find(context, settings.occurrences).items()
         ]
         found += [
@@ -146,12 +146,12 @@ class SuffixSession(LookupSession):
         if len(self.tokens) > answer:
             self._store.add(self.start.cache_salt, self.tokens[max(0, answer - self._settings.max_match) :])
 
-    def _repeated(self, position: int, length: int) -> list[int]:
-        """The tokens from `position` on; beyond the end of the text the repetition continues."""
-        tokens = self.tokens[position : position + length]
+    def _repeated(self, position: int, forced: Sequence[int], length: int) -> list[int]:
+        """The tokens from `position` on; beyond the end of the text and `forced` the repetition continues."""
+        tokens = [*self.tokens[position : position + length], *forced]
         while len(tokens) < length:
-            tokens += tokens[: length - len(tokens)]
-        return tokens
+            tokens += tokens
+        return tokens[:length]
 
 
 def _rate(match_length: int) -> float:

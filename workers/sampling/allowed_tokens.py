@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cluster.core.drafting import NextTokens
+
 TokenBits = npt.NDArray[np.uint8]
 
 
@@ -70,6 +72,17 @@ class AllowedTokens:
     def permits(self, token: int) -> bool:
         """Whether the token of the vocabulary is allowed."""
         return bool(self.bits[token >> 3] >> (token & 7) & 1)
+
+
+def allowed_at(known: NextTokens, depth: int) -> AllowedTokens | None:
+    """What a sequence's grammar allows at a depth of a draft, from 0; `None` where nothing is known."""
+    if depth > len(known.forced) or not (allowed := known.mask()):
+        return None
+    if depth == len(known.forced):
+        return AllowedTokens(torch.frombuffer(bytearray(allowed), dtype=torch.bool))
+    mask = torch.zeros(len(allowed), dtype=torch.bool)
+    mask[known.forced[depth]] = True
+    return AllowedTokens(mask)
 
 
 def first_bits(bits: TokenBits, size: int) -> TokenBits:

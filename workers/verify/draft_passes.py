@@ -22,6 +22,7 @@ from workers.forward.partial_pass import PartialPass
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore
+from workers.sampling.allowed_tokens import allowed_at
 from workers.sampling.candidates import candidates
 from workers.sampling.context import Branch, DecisionContext
 from workers.transfer import HostCopies
@@ -136,7 +137,8 @@ class EngineDraftPasses:
             last, source = (len(new) - 1,), sequence.source
             rows.append(ForwardRow(sequence.table, new, select=last, uncommitted=path.computed, source=source))
             text = Branch(sequence.tokens, path.tokens)
-            contexts.append(DecisionContext(sequence.start.sampling, text, sequence.start.prompt_len))
+            allowed = allowed_at(path.next_tokens, len(path.tokens) - 1)
+            contexts.append(DecisionContext(sequence.start.sampling, text, sequence.start.prompt_len, allowed))
         logits = engine.runner.forward(rows, self._options)
         if self.has_probabilities:
             found = candidates(logits, contexts, count)

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.target_section import TargetSection
-from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Evidence, Proposal
+from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Evidence, NextTokens, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, ROOT, TokenTree
@@ -123,6 +123,31 @@ def test_candidates_without_a_window_may_be_pruned() -> None:
     found = drafter().propose([row])[0]
     assert found.tree == TokenTree.chain((6, 7, 8))
     assert found.is_prunable
+
+
+def after_text(*, forced: Sequence[int] = (), allowed: Sequence[int] = ()) -> Proposal:
+    """The proposal after a text that repeats 5, 6, 7, 8 and ends with 5, for a grammar."""
+    tokens = (5, 6, 7, 8, 5, 6, 7, 8, 5)
+    known = NextTokens(tuple(forced), bytes(token in allowed for token in range(20)))
+    return drafter().propose([DraftRow(A, 9, tokens, BUDGET, SequenceStart(9, GREEDY), next_tokens=known)])[0]
+
+
+def test_after_tokens_that_a_grammar_forces_the_pool_goes_on_and_there_is_no_window() -> None:
+    found = after_text(forced=(9, 6), allowed=(7, 9))
+    assert found.tree == TokenTree.chain((9, 6, 7, 8, 5))
+    assert found.probabilities[:2] == (1.0, 1.0) and max(found.probabilities[2:]) < 1.0
+    assert found.is_prunable
+    assert after_text(forced=(9, 6), allowed=(9,)).tree == TokenTree.chain((9, 6))
+
+
+def test_a_draft_begins_with_tokens_that_the_grammar_allows_and_so_does_the_window() -> None:
+    found = after_text(allowed=(7, 9))
+    assert {token for token, parent in zip(found.tree.tokens, found.tree.parents, strict=True) if parent == ROOT} == {7}
+    assert not found.is_prunable  # it has a window
+
+
+def test_without_a_token_that_the_grammar_allows_in_the_text_nothing_is_drafted() -> None:
+    assert not after_text(allowed=(9, 10)).tree.tokens
 
 
 def test_a_repeated_row_repeats_its_proposal_and_evidence_counts_once() -> None:

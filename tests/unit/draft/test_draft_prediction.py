@@ -180,10 +180,10 @@ def test_a_draft_reads_as_much_of_a_long_answer_as_of_a_short_one(shift: int) ->
         start = SequenceStart(1, SamplingParameters(), prediction=CountedPrediction(text))
         session = PredictionSession(start, PredictionSettings())
         session.replace(0, [0, *(token + shift for token in text[:-50])])
-        session.continuations(8)  # it follows the whole answer, once
+        session.drafts(8)  # it follows the whole answer, once
         session.tokens = CountedTokens(session.tokens)
         CountedPrediction.compared = 0
-        session.continuations(8)
+        session.drafts(8)
         reads.append(session.tokens.read)
     assert reads[0] == reads[1] < 50
     assert CountedPrediction.compared == 0

@@ -18,9 +18,9 @@ from cluster.core.request import SamplingParameters
 from cluster.core.verification import VerifyRow
 from tests.support.engines.engine_rows import first_row, verify
 from tests.support.models import tiny, tiny_tokenizer
-from workers.draft.common.grammar_masks import allowed_at
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
+from workers.sampling.allowed_tokens import allowed_at
 from workers.sampling.candidates import candidates
 from workers.sampling.context import DecisionContext
 from workers.verify.decider import LocalDecider

@@ -43,20 +43,22 @@ class SuffixIndex:
         """The n-grams that end before position `end`, shortest first."""
         return [tuple(self._tokens[end - size : end]) for size in self._sizes if size <= end]
 
+    def ending_with(self, path: Sequence[int]) -> list[tuple[int, ...]]:
+        """The n-grams that the tokens followed by `path` end with, shortest first."""
+        longest = self._sizes[-1]
+        drafted = path[-longest:]
+        tail = [*self._tokens[max(0, len(self._tokens) + len(drafted) - longest) :], *drafted]
+        return [tuple(tail[-size:]) for size in self._sizes if size <= len(tail)]
+
     def next_after(self, path: Sequence[int]) -> tuple[int, int] | None:
         """Find the last earlier occurrence of the longest possible suffix of the tokens followed by `path`.
 
         Returns the token after that occurrence and the suffix's length, or `None` without an occurrence.
         """
-        longest, length = self._sizes[-1], len(self._tokens)
-        drafted = path[-longest:]
-        tail = [*self._tokens[max(0, length + len(drafted) - longest) :], *drafted]
-        for size in reversed(self._sizes):
-            if size > len(tail):
-                continue
-            for end in reversed(self.ends(tuple(tail[-size:]))):
-                if end < length:
-                    return self._tokens[end], size
+        for ngram in reversed(self.ending_with(path)):
+            for end in reversed(self.ends(ngram)):
+                if end < len(self._tokens):
+                    return self._tokens[end], len(ngram)
                 if path:  # the occurrence ends with the list, so the path follows it
-                    return path[0], size
+                    return path[0], len(ngram)
         return None

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from cluster.core.drafting import DraftBudget
-from workers.draft.common.grammar_masks import allowed_at
 from workers.draft.common.trees.calibration import Calibration
 from workers.draft.common.trees.draft_node import ChosenTree, DraftNode
 from workers.draft.common.trees.node_probabilities import estimate_children
 from workers.draft.eagle.eagle_session import EagleSession
 from workers.draft.eagle.head_pass import EaglePiece
 from workers.forward.native.window_layers import WindowPiece
+from workers.sampling.allowed_tokens import allowed_at
 from workers.sampling.context import Branch, DecisionContext
 
 LEAST_PROBABILITY = 0.1

@@ -64,7 +64,7 @@ def merge(
 ) -> ContinuationTree:
     """Return the tree of the at most `max_nodes` most probable nodes, best first (as in SuffixDecoding, Oliaro et al.
     2024). A continuation counts half as much as one whose match is one token longer. Nothing follows a token of `ends`,
-    and there is no token that the grammar does not permit, as far as that is `known`.
+    there is no token that the grammar does not permit, and one that it forces is sure, as far as that is `known`.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -113,6 +113,8 @@ def _children(
         sum(2.0 ** -min(longest - member.match_length, _LARGEST_DIFFERENCE) for member in through)
         for through in groups.values()
     ]
+    if depth <= len(known.forced):
+        return [(token, 1.0, through) for token, through in groups.items()]
     total, match_length = sum(weights), longest + depth - 1
     estimates = [estimate(weight, total, match_length) for weight in weights]
     scale = max(1.0, sum(estimates))

@@ -26,20 +26,32 @@ class JacobiWindow:
         self._first: int | None = None
         """Position of the first column while the target has not decided after the columns; `None` then."""
 
-    def place(self, first: int, width: int, new_column: Callable[[int, int | None], tuple[int, ...]]) -> None:
-        """Move the window to `width` columns from position `first`.
+    def place(
+        self,
+        first: int,
+        width: int,
+        new_column: Callable[[int, int | None], tuple[int, ...]],
+        fitted: Callable[[int, tuple[int, ...]], tuple[int, ...]] = lambda _, column: column,
+    ) -> int:
+        """Move the window to `width` columns from position `first`. Returns how many there are.
 
         `new_column` returns a new column's first tokens, from its position and the trunk's token before it, if any.
+        `fitted` returns the tokens of a column as they may be at its position; with none, the window ends before it.
         """
         held = self._columns
         before: int | None = None
         self._columns = {}
         for position in range(first, first + width):
-            column = held.get(position) or new_column(position, before)
+            column = fitted(position, held.get(position) or new_column(position, before))
+            if not column:
+                held = {}  # later columns would follow a gap
+                break
             self._columns[position] = column
             before = column[0]
+        placed = len(self._columns)
         self._columns |= {position: held[position] for position in sorted(held) if position >= first + width}
         self._first = first
+        return placed
 
     def clear(self) -> None:
         """Drop all columns."""

@@ -19,8 +19,19 @@ class LookupSession(DraftedSession):
     __slots__ = ()
 
     @abstractmethod
-    def continuations(self, length: int) -> Sequence[Continuation]:
-        """Possible continuations of at most `length` tokens."""
+    def continuations(self, forced: Sequence[int], length: int) -> Sequence[Continuation]:
+        """Possible continuations of the committed tokens and the tokens `forced`, of at most `length` tokens."""
+
+    def drafts(self, length: int) -> Sequence[Continuation]:
+        """Possible continuations of at most `length` tokens, which begin with those that the grammar forces."""
+        forced = self.next_tokens.forced
+        if len(forced) >= length:
+            return [Continuation(forced[:length], 0)]
+        found = self.continuations(forced, length - len(forced))
+        if not forced:
+            return found
+        found = found or [Continuation((), 0)]
+        return [Continuation((*forced, *one.tokens), one.match_length - len(forced), one.origin) for one in found]
 
 
 SessionType = TypeVar("SessionType", bound=LookupSession)
@@ -44,9 +55,9 @@ class LookupDrafter(EstimatingDrafter[SessionType]):
         self._rate = rate
 
     def _draft(self, session: SessionType, budget: DraftBudget, reliability: Reliability) -> ContinuationTree:
-        continuations = session.continuations(budget.max_depth)
         ends, estimate = session.start.sampling.end_token_ids, self._estimate(reliability)
-        return merge(continuations, budget.max_nodes, budget.max_depth, estimate, ends, session.next_tokens)
+        drafts = session.drafts(budget.max_depth)
+        return merge(drafts, budget.max_nodes, budget.max_depth, estimate, ends, session.next_tokens)
 
     def _estimate(self, reliability: Reliability) -> Estimate:
         rate = self._rate

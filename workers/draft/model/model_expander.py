@@ -11,13 +11,13 @@ from torch import Tensor
 
 from cluster.core.ports import SourceStates
 from cluster.core.request import SequenceStart
-from workers.draft.common.grammar_masks import allowed_at
 from workers.draft.common.trees.expander import DraftedToken, ExpansionRow, OpenSource
 from workers.forward.loaded_model import LoadedModel
 from workers.forward.native.largest import Largest, load_largest
 from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.kv.sources import SourceStore, StoredSource
+from workers.sampling.allowed_tokens import allowed_at
 from workers.sampling.candidates import Candidate, candidates
 from workers.sampling.context import DecisionContext, leaders_of
 

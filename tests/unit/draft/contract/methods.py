@@ -55,8 +55,6 @@ class MethodCase:
     """Whether answers are those of the target alone."""
     keeps_sequences: bool = True
     """Whether the method stores committed tokens, so that a row after a gap does not fit them."""
-    reads_grammar: bool = False
-    """Whether it drafts only what a grammar permits at the first places."""
     knows_target: bool = False
     """Whether it computes nearly what the target does, so that drafts are right even where no text repeats itself."""
     for_encoder_decoder: bool = True
@@ -151,27 +149,22 @@ def _table(directories: Directories) -> Mapping[str, Any]:
 
 
 CASES = {
-    "block": MethodCase(_module("block", 1, 2), reads_grammar=True),
-    "block:dflash": MethodCase(_dflash, reads_grammar=True),
-    "block:dspark": MethodCase(_dspark, reads_grammar=True),
-    "blockwise": MethodCase(_module("heads", 2), reads_grammar=True),
-    "eagle": MethodCase(_module("eagle", 1, 2), reads_grammar=True),
-    "eagle:int4": MethodCase(_in_4_bits("eagle", 1, 2), reads_grammar=True),
-    "eagle:eagle3": MethodCase(_public_head("eagle3"), reads_grammar=True),
-    "eagle:peagle": MethodCase(_public_head("peagle", mask_token_id=VOCABULARY - 1), reads_grammar=True),
+    "block": MethodCase(_module("block", 1, 2)),
+    "block:dflash": MethodCase(_dflash),
+    "block:dspark": MethodCase(_dspark),
+    "blockwise": MethodCase(_module("heads", 2)),
+    "eagle": MethodCase(_module("eagle", 1, 2)),
+    "eagle:int4": MethodCase(_in_4_bits("eagle", 1, 2)),
+    "eagle:eagle3": MethodCase(_public_head("eagle3")),
+    "eagle:peagle": MethodCase(_public_head("peagle", mask_token_id=VOCABULARY - 1)),
     "early_exit": MethodCase(knows_target=True, keeps_sequences=False),
-    "heads": MethodCase(_module("heads", 2), reads_grammar=True),
-    "model": MethodCase(_draft_model, knows_target=True, reads_grammar=True),
-    "model:int4": MethodCase(
-        lambda found: {**_draft_model(found), "quantization": "int4"}, knows_target=True, reads_grammar=True
-    ),
-    "model:pard": MethodCase(_parallel_model, reads_grammar=True),
-    "model:text": MethodCase(_model_by_text, finds_repetitions=False, for_encoder_decoder=False, reads_grammar=True),
+    "heads": MethodCase(_module("heads", 2)),
+    "model": MethodCase(_draft_model, knows_target=True),
+    "model:int4": MethodCase(lambda found: {**_draft_model(found), "quantization": "int4"}, knows_target=True),
+    "model:pard": MethodCase(_parallel_model),
+    "model:text": MethodCase(_model_by_text, finds_repetitions=False, for_encoder_decoder=False),
     "none": MethodCase(drafts=False, keeps_sequences=False),
-    "prediction": MethodCase(reads_grammar=True),
-    "recycling": MethodCase(reads_grammar=True),
-    "recycling:table": MethodCase(_table, reads_grammar=True),
-    "suffix": MethodCase(reads_grammar=True),
+    "recycling:table": MethodCase(_table),
     "synthetic": MethodCase(lambda _: {"acceptance": (0.7,), "seconds": 0.0}, is_lossless=False),
 }
 

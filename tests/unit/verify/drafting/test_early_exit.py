@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from cluster.core.config.sections import Configuration
-from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow
+from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Proposal
 from cluster.core.errors import ConfigurationError
+from cluster.core.grammar import Grammar
 from cluster.core.ids import SequenceId
+from cluster.core.ports import DraftMethod
 from cluster.core.request import SamplingParameters
 from cluster.core.verification import StepBatch, VerifyRow
 from tests.support.engines.colocated_decoding import decode_together, plain_answers
 from tests.support.engines.engine_rows import first_row, open_row, verify
-from tests.support.models import tiny
+from tests.support.models import tiny, tiny_tokenizer
 from workers.draft.registry import create, create_for_worker_rank, placement_of
 from workers.model.draft_card import DraftCard
 from workers.model.draft_shapes import ExitShape
@@ -111,6 +113,47 @@ def test_any_part_drafts_for_several_sequences_at_once_and_changes_no_token(part
         for proposal in one.proposals:
             assert len(proposal.tree) <= BUDGET.max_nodes
             assert proposal.tree.depth() <= BUDGET.max_depth
+
+
+class Listening:
+    """A method that keeps the rows that it drafts for, with their proposals."""
+
+    def __init__(self, method: DraftMethod) -> None:
+        self.heard: list[tuple[DraftRow, Proposal]] = []
+        self._propose = method.propose
+        method.propose = self.propose  # type: ignore[method-assign]
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        found = self._propose(rows)
+        self.heard += zip(rows, found, strict=True)
+        return found
+
+
+@pytest.mark.parametrize("layers", [1, LAYERS])
+def test_drafts_begin_with_tokens_that_a_grammar_permits(layers: int, tmp_path: Path) -> None:
+    target = tiny_tokenizer.byte_level(tmp_path)
+    tiny.save(target, tiny.llama(num_hidden_layers=LAYERS, vocab_size=320))
+    configuration = configure(target, {"layers": layers})
+    method = create(configuration.draft, configuration.target)
+    listening = Listening(method)
+    engine = build_module.build_engine(configuration.target, method=method)
+    grammar = Grammar.of_schema({"enum": ["a fish that swims", "hello, who is there?"]})
+    requests = {"one": ((5, 17, 33), SamplingParameters(temperature=0.0, grammar=grammar))}
+    expected = plain_answers(engine.step, requests, 12)
+    listening.heard.clear()
+    engine.release_all()
+    found = decode_together(engine.step, requests, 12, BUDGET)["one"]
+    engine.close()
+    assert found.answer[:12] == expected["one"]
+    forced = free = 0
+    for row, proposal in listening.heard:
+        known = row.next_tokens
+        assert len(proposal.tree)
+        for token, depth in zip(proposal.tree.tokens, proposal.tree.depths(), strict=True):
+            assert known.permits(depth - 1, token)
+            forced += depth <= len(known.forced)
+            free += depth == len(known.forced) + 1 and any(known.allowed)
+    assert forced and free
 
 
 def test_all_layers_are_always_right(open_engine: Open) -> None:

@@ -13,12 +13,13 @@ import pytest
 
 from cluster.core.config.sections import Configuration
 from cluster.core.drafting import DraftBudget
+from cluster.core.grammar import Grammar
 from cluster.core.request import SamplingParameters
 from cluster.core.verification import StepBatch, StepResult
 from tests.support.engines.colocated_decoding import decode_together, plain_answers
 from tests.support.engines.kept_kernels import KEPT
 from tests.support.engines.rank_processes import Ranks, running_ranks
-from tests.support.models import tiny
+from tests.support.models import tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
 RANKS = 2
@@ -29,6 +30,15 @@ REQUESTS = {
     "greedy": ((5, 17, 33, 8, 60, 41, 41, 9), SamplingParameters(temperature=0.0)),
     "sampled, parts suffice": ((7, 7, 20), SamplingParameters(temperature=0.9, seed=4, presence_penalty=0.4)),
     "sampled, whole needed": ((11, 12, 13), SamplingParameters(temperature=0.9, seed=4, top_k=30, top_p=0.9)),
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["fish", "hello"]}, "swims": {"type": "boolean"}},
+    "required": ["name", "swims"],
+    "additionalProperties": False,
+}
+IN_SCHEMA = {
+    "in a schema": ((30, 31, 32), SamplingParameters(temperature=0.0, grammar=Grammar.of_schema(SCHEMA))),
 }
 
 
@@ -87,8 +97,8 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection) -> None:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shape = {"num_hidden_layers": LAYERS, "num_key_value_heads": 2, "vocab_size": 95}
-    return tiny.save(tmp_path_factory.mktemp("target"), tiny.llama(**shape))
+    shape = {"num_hidden_layers": LAYERS, "num_key_value_heads": 2, "vocab_size": 321}
+    return tiny.save(tiny_tokenizer.byte_level(tmp_path_factory.mktemp("target")), tiny.llama(**shape))
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +124,17 @@ def test_two_ranks_draft_and_decide_as_one_does(group: Ranks, directory: Path) -
         assert all(proposal.tree.depth() == BUDGET.max_depth for proposal in one.proposals)
     occupancy = group.ask("release_all")
     assert occupancy.blocks_free == occupancy.blocks_total
+
+
+@pytest.mark.slow
+def test_two_ranks_draft_what_a_grammar_permits(group: Ranks, directory: Path) -> None:
+    from workers.verify.build import build_engine
+
+    expected = plain_answers(build_engine(configure(directory, 1).target).step, IN_SCHEMA, COUNT)
+    found = decode_together(step_of(group), IN_SCHEMA, COUNT, BUDGET)
+    assert {name: one.answer[:COUNT] for name, one in found.items()} == expected
+    assert all(one.accepted > COUNT // 2 for one in found.values())
+    group.ask("release_all")
 
 
 def test_an_error_of_the_method_on_one_rank_breaks_the_group(group: Ranks) -> None:

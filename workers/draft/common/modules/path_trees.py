@@ -12,11 +12,11 @@ from cluster.core.draft_origin import DraftOrigin
 from cluster.core.drafting import DraftBudget, DraftRow, NextTokens, Proposal
 from cluster.core.ids import SequenceId
 from cluster.core.request import SequenceStart
-from workers.draft.common.grammar_masks import allowed_at
 from workers.draft.common.modules.pass_of_salt import PassOfSalt, ValueOfSalt
 from workers.draft.common.modules.ranked_paths import PathCalibration, RankedPaths, TreeForm, draft_paths
 from workers.draft.common.sessions import Sessions
 from workers.draft.common.trees.calibration import KINDS
+from workers.sampling.allowed_tokens import allowed_at
 from workers.sampling.context import Branch, DecisionContext
 
 _NOT_DRAFTED = -1
