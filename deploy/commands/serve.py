@@ -16,7 +16,6 @@ from cluster.core.config.public_tls import PublicTlsSection
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
 from cluster.wire.address import grpc_api_address, http_api_url
-from deploy.chosen_draft import from_speculative_config
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.implied_settings import NOT_LOSSLESS
 from deploy.models import ReportProgress, served_name
@@ -25,6 +24,7 @@ from deploy.preflight import check_files
 from deploy.ray.memory_watch import watch_memory
 from deploy.settings import Settings, load_settings
 from deploy.signals import SIGNALLED, Interrupted, raise_on_signals, status_of, wait_for_signal
+from deploy.speculative_config import from_speculative_config
 from deploy.terminal import notices, output
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from deploy.chosen_draft import from_speculative_config
 from deploy.models import resolve_models, with_module_directories
 from deploy.settings import load_settings
+from deploy.speculative_config import from_speculative_config
 from tests.support.models import public_drafts, tiny
 from workers.model.draft_card import CARD
 from workers.model.formats.hub import draft_description, draft_directory
