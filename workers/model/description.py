@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.core.errors import ModelLoadError
+from workers.model.draft_card import CARD
 from workers.model.formats.checkpoint import safetensors_header
 from workers.model.stored.source import stored_file
 from workers.model.weight_files import weight_files
@@ -82,6 +83,8 @@ def directory_fault(directory: Path, *, stored: bool = False) -> Fault | None:
         return Fault(config, f"JSON of the type {type(values).__name__}", _CONFIG)
     if not isinstance(values.get("model_type"), str):
         return Fault(config, "no model_type", _CONFIG)
+    if values["model_type"] == CARD:
+        return Fault(config, "a drafting module", "a language model; draft.path is for drafts of any kind")
     try:
         files = weight_files(directory)
         source = stored_file(directory) if stored and not files else None

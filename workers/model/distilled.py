@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError
 from workers.forward.attention import ATTENTION_NAME
-from workers.model.draft_card import CARD, LAYERS, VOCABULARY, WEIGHTS, DraftCard, DraftDescription, read_card
+from workers.model.draft_card import LAYERS, VOCABULARY, WEIGHTS, DraftCard, DraftDescription, read_card
 from workers.model.stretch import read_stretch
 from workers.model.target_ends import (
     ModelOutline,
@@ -95,7 +95,7 @@ def read_draft_files(
     card = read_card(directory)
     if card.kind != LAYERS:
         raise ModelLoadError(
-            f"draft directory {str(directory)!r}: kind is {card.kind!r} in {CARD}; it is no language model and "
+            f"draft directory {str(directory)!r}: kind is {card.kind!r}; it is no language model and "
             f"needs the drafting method of its kind"
         )
     check_config(directory, "its config.json", config, card)
@@ -112,7 +112,7 @@ def draft_vocabulary(directory: Path, tokens: torch.Tensor | None, card: DraftDe
         return None
     where = f"draft directory {str(directory)!r}: tensor {VOCABULARY!r}"
     if card.vocabulary_size is None or tokens is None:
-        raise ModelLoadError(f"{where} must be present if and only if vocabulary_size is set in {CARD}")
+        raise ModelLoadError(f"{where} must be present if and only if its card has vocabulary_size")
     if tokens.dtype is not torch.int32 or tokens.shape != (card.vocabulary_size,):
         raise ModelLoadError(f"{where} must be int32 [{card.vocabulary_size}], not {tokens.dtype} {list(tokens.shape)}")
     tokens = tokens.long()

@@ -1,4 +1,4 @@
-"""The draft card: a JSON file beside a distilled draft's weights that describes it. Needs no torch."""
+"""The draft card: a section of the `config.json` beside a distilled draft's weights. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 from cluster.core.drafting import Tap
 from cluster.core.errors import ConfigurationError, ModelLoadError, shorten
 from workers.model.draft_shapes import SHAPES, Shape, shape_from
 from workers.model.public_shapes import PublicShape
-from workers.model.weight_files import config_values
+from workers.model.weight_files import CONFIG, config_values
 
-CARD = "pilotfish_draft.json"
-"""Name of the file; a directory with it holds a distilled draft."""
+CARD = "pilotfish_draft"
+"""The key in `config.json`, and the model type of a draft that is no language model. A directory with it holds a
+distilled draft."""
+EARLIER_CARD = "pilotfish_draft.json"
+"""Name of the file with the card of a draft that an earlier version wrote."""
 FORMAT_VERSION = 2
 """Version 1 has neither `kind` nor `taps` nor `shape`: a model of its own layers."""
 LAST_TAP = -1
@@ -51,11 +54,9 @@ class DraftDescription:
     taps: tuple[Tap, ...] = ()
     """Taps of the target that it reads: tap `l` is the residual stream after `l` decoder layers."""
     shape: Shape | PublicShape | None = None
-    """The sizes of its module; `None` for the kind `layers`, whose `config.json` has them."""
+    """The sizes of its module; `None` for the kind `layers`, whose configuration has them."""
     tree: tuple[tuple[int, ...], ...] = ()
     """Nodes of a static draft tree, the best first, each as the ranks along its path; empty: the drafter chooses."""
-    source: str = CARD
-    """Name of the file that describes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +67,18 @@ class DraftCard(DraftDescription):
     shape: Shape | None = None
 
     def write(self, directory: Path) -> None:
-        """Write the card into the draft's directory."""
-        values = asdict(self)
-        del values["source"]
+        """Write the card into the `config.json` of the draft's directory, beside the configuration of a model there."""
+        values = {"format_version": FORMAT_VERSION} | asdict(self)
         if not self.tree:
             del values["tree"]
-        text = json.dumps({"format_version": FORMAT_VERSION} | values, indent=2)
-        (directory / CARD).write_text(text + "\n", encoding="utf-8")
+        config = config_values(directory) if self.kind == LAYERS else {"model_type": CARD}
+        text = json.dumps(config | {CARD: values}, indent=2)
+        (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def is_distilled(directory: Path) -> bool:
     """Whether the directory holds a distilled draft, which cannot be loaded without its target."""
-    return (directory / CARD).is_file()
+    return CARD in config_values(directory) or (directory / EARLIER_CARD).is_file()
 
 
 def is_written_here(directory: Path) -> bool:
@@ -87,82 +88,101 @@ def is_written_here(directory: Path) -> bool:
 
 def read_card(directory: Path) -> DraftCard:
     """The card of a distilled draft. Raises `ModelLoadError`, which names the field."""
-    file = directory / CARD
-    try:
-        card = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"draft directory {str(directory)!r}: {CARD} cannot be read: {error}") from None
-    if not isinstance(card, dict):
-        raise _problem(file, "it", card, "an object")
-    version = card.get("format_version")
+    card = _Section.read(directory)
+    version = card.values.get("format_version")
     if version not in (1, FORMAT_VERSION):
-        raise _problem(file, "format_version", version, f"1 or {FORMAT_VERSION}")
-    target = card.get("target")
+        card.fail("format_version", version, f"1 or {FORMAT_VERSION}")
+    target = card.values.get("target")
     if not isinstance(target, str):
-        raise _problem(file, "target", target, "a name")
-    layers = _numbers(file, card, "layers")
-    whole, hidden = (_count(file, card, field) for field in ("target_vocabulary_size", "hidden_size"))
-    reduced = None if card.get("vocabulary_size") is None else _count(file, card, "vocabulary_size", most=whole)
+        card.fail("target", target, "a name")
+    layers = card.numbers("layers")
+    whole, hidden = (card.count(field) for field in ("target_vocabulary_size", "hidden_size"))
+    reduced = None if card.values.get("vocabulary_size") is None else card.count("vocabulary_size", most=whole)
     if version == 1:
         return DraftCard(target, whole, hidden, layers, reduced)
-    kind, shape = _kind(file, card)
+    kind, shape = _kind(card)
+    tree = read_tree(card.file, card.values, "tree", card.prefix)
     return DraftCard(
-        target,
-        whole,
-        hidden,
-        layers,
-        reduced,
-        kind=kind,
-        taps=_numbers(file, card, "taps"),
-        shape=shape,
-        tree=read_tree(file, card, "tree"),
+        target, whole, hidden, layers, reduced, kind=kind, taps=card.numbers("taps"), shape=shape, tree=tree
     )
 
 
-def read_tree(file: Path, values: Mapping[str, Any], key: str) -> tuple[tuple[int, ...], ...]:
-    """The nodes of the static tree at a key of a file's values; none without it. Raises `ModelLoadError`."""
+def read_tree(file: Path, values: Mapping[str, Any], key: str, prefix: str = "") -> tuple[tuple[int, ...], ...]:
+    """The nodes of the static tree at a key of a file's values; none without it. Raises `ModelLoadError`.
+
+    `prefix` begins the name of the key in errors.
+    """
+    section = _Section(file, values, prefix)
     found = values.get(key, [])
     wanted = f"at most {_MOST_NODES} lists of ranks below {_MOST_RANKS}, each after its parent"
     if not isinstance(found, list) or len(found) > _MOST_NODES:
-        raise _problem(file, key, found, wanted)
+        section.fail(key, found, wanted)
     known: dict[tuple[int, ...], None] = {(): None}
     for path in found:
         is_path = isinstance(path, list) and path and all(_is_count(one, least=0) for one in path)
         if not is_path or max(path) >= _MOST_RANKS or tuple(path[:-1]) not in known or tuple(path) in known:
-            raise _problem(file, key, path, wanted)
+            section.fail(key, path, wanted)
         known[tuple(path)] = None
     return tuple(known)[1:]
 
 
-def _kind(file: Path, card: dict[str, Any]) -> tuple[str, Shape | None]:
-    kind = card.get("kind")
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """The values of a card, and where they are."""
+
+    file: Path
+    values: Mapping[str, Any]
+    prefix: str = ""
+    """Begins the names of fields in errors."""
+
+    @classmethod
+    def read(cls, directory: Path) -> _Section:
+        """The card in a directory. Raises `ModelLoadError`."""
+        file, earlier = directory / CONFIG, directory / EARLIER_CARD
+        values = config_values(directory).get(CARD)
+        if values is None and earlier.is_file():  # an earlier version wrote the draft
+            file, values = earlier, _read(earlier)
+        if not isinstance(values, dict):
+            cls(file, {}).fail(CARD if file is not earlier else "it", values, "an object")
+        return cls(file, values, "" if file is earlier else f"{CARD}.")
+
+    def numbers(self, field: str) -> tuple[int, ...]:
+        found = self.values.get(field)
+        if not isinstance(found, list) or not all(_is_count(number, least=0) for number in found):
+            self.fail(field, found, "a list of layer numbers")
+        return tuple(found)
+
+    def count(self, field: str, most: int | None = None) -> int:
+        found = self.values.get(field)
+        if not _is_count(found) or (most is not None and found > most):
+            self.fail(field, found, "at least 1" if most is None else f"null or between 1 and {most}")
+        return int(found)
+
+    def fail(self, field: str, found: object, wanted: str) -> NoReturn:
+        """Raise `ModelLoadError` for the value of a field."""
+        where = f"draft card {str(self.file)!r}: {self.prefix}{field}"
+        raise ModelLoadError(f"{where} must be {wanted}, not {shorten(found)}")
+
+
+def _read(file: Path) -> Any:
+    """What a file has. Raises `ModelLoadError`."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"draft directory {str(file.parent)!r}: {file.name} cannot be read: {error}") from None
+
+
+def _kind(card: _Section) -> tuple[str, Shape | None]:
+    kind = card.values.get("kind")
     if kind == LAYERS:
         return LAYERS, None
     if not isinstance(kind, str) or kind not in SHAPES:
-        raise _problem(file, "kind", kind, f"one of {', '.join((LAYERS, *SHAPES))}")
+        card.fail("kind", kind, f"one of {', '.join((LAYERS, *SHAPES))}")
     try:
-        return kind, shape_from(kind, card.get("shape"))
+        return kind, shape_from(kind, card.values.get("shape"))
     except ConfigurationError as error:
-        raise ModelLoadError(f"draft card {str(file)!r}: {error}") from None
-
-
-def _numbers(file: Path, card: dict[str, Any], field: str) -> tuple[int, ...]:
-    found = card.get(field)
-    if not isinstance(found, list) or not all(_is_count(number, least=0) for number in found):
-        raise _problem(file, field, found, "a list of layer numbers")
-    return tuple(found)
-
-
-def _count(file: Path, card: dict[str, Any], field: str, most: int | None = None) -> int:
-    found = card.get(field)
-    if not _is_count(found) or (most is not None and found > most):
-        raise _problem(file, field, found, "at least 1" if most is None else f"null or between 1 and {most}")
-    return int(found)
+        raise ModelLoadError(f"draft card {str(card.file)!r}: {card.prefix}{error}") from None
 
 
 def _is_count(value: Any, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _problem(file: Path, field: str, found: object, wanted: str) -> ModelLoadError:
-    return ModelLoadError(f"draft card {str(file)!r}: {field} must be {wanted}, not {shorten(found)}")

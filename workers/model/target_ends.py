@@ -281,7 +281,7 @@ def check_config(directory: Path, what: str, config: PreTrainedConfig, card: Dra
     ):
         if wanted and found != wanted:
             raise ModelLoadError(
-                f"draft directory {str(directory)!r}: {field} is {wanted} in {card.source} and {found} in {what}"
+                f"draft directory {str(directory)!r}: {field} is {wanted} for the draft and {found} in {what}"
             )
 
 

@@ -11,13 +11,15 @@ from typing import Any
 
 from cluster.core.errors import ModelLoadError
 
+CONFIG = "config.json"
+"""Name of the file with the configuration of a model or a draft."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def config_values(directory: Path) -> dict[str, Any]:
     """The object in a model's `config.json`; empty without a readable one, which loading the model reports."""
     try:
-        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from workers.model.draft_card import VOCABULARY, WEIGHTS, DraftCard
+from workers.model.draft_card import CARD, EARLIER_CARD, VOCABULARY, WEIGHTS, DraftCard
+from workers.model.weight_files import CONFIG, config_values
 
 
 def save(
@@ -33,3 +36,25 @@ def save(
     size = None if vocabulary is None else len(vocabulary)
     DraftCard(target.name, config.vocab_size, config.hidden_size, tuple(layers), size).write(directory)
     return directory
+
+
+def stored_card(directory: Path) -> dict[str, Any]:
+    """The card in a draft's `config.json`."""
+    card: dict[str, Any] = config_values(directory)[CARD]
+    return card
+
+
+def change_card(directory: Path, changes: Mapping[str, Any]) -> None:
+    """Change fields of the card in a draft's `config.json`."""
+    config = config_values(directory)
+    (directory / CONFIG).write_text(json.dumps(config | {CARD: {**config[CARD], **changes}}))
+
+
+def as_earlier_version(directory: Path) -> None:
+    """Describe a draft as earlier versions did: the card is a file of its own, and modules have no configuration."""
+    config = config_values(directory)
+    (directory / EARLIER_CARD).write_text(json.dumps(config.pop(CARD)))
+    if config["model_type"] == CARD:
+        (directory / CONFIG).unlink()
+    else:
+        (directory / CONFIG).write_text(json.dumps(config))

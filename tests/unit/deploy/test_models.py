@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_quantized_directories_are_served_as_they_are_stored(tmp_path: Path) -> 
 def test_a_packaged_draft_is_resolved_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packaged_drafts, "__file__", str(tmp_path / "packaged_drafts.py"))
     target, draft = model_directory(tmp_path / "t"), model_directory(tmp_path / "drafts" / "smollm2-135m-draft")
-    (draft / CARD).write_text("{}")
+    (draft / "config.json").write_text(json.dumps({"model_type": "llama", CARD: {}}))
     written = drafted(target, "smollm2-135m-draft")
 
     assert models.resolve_models(written, tmp_path, lambda _: None).draft == draft

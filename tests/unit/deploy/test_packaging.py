@@ -19,7 +19,6 @@ from deploy.models import resolve_models
 from deploy.network.tracing import tracer_provider
 from deploy.settings import load_settings
 from tests.support.terminal import run_command
-from workers.model.draft_card import CARD
 
 ROOT = Path(__file__).parents[3]
 
@@ -118,7 +117,7 @@ def test_a_command_whose_distribution_is_absent_says_what_to_install(
 class TestDraftsThatAreNotInstalled:
     @pytest.fixture(autouse=True)
     def cards_alone(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        for card in (ROOT / "deploy" / "drafts").glob(f"*/{CARD}"):
+        for card in (ROOT / "deploy" / "drafts").glob("*/config.json"):
             (tmp_path / "drafts" / card.parent.name).mkdir(parents=True)
             shutil.copy(card, tmp_path / "drafts" / card.parent.name)
         monkeypatch.setattr(packaged_drafts, "__file__", str(tmp_path / "packaged_drafts.py"))

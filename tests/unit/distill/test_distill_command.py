@@ -19,6 +19,7 @@ from cluster.core.errors import ConfigurationError
 from deploy.distillation import target as distillation_target
 from deploy.distillation.command import distill
 from deploy.signals import SIGNALLED
+from tests.support.models import distilled_draft
 from tests.support.terminal import CTRL_C, in_terminal
 from tests.unit.distill.conftest import Command
 from workers.distill.answers import read_answers
@@ -89,11 +90,10 @@ def test_the_directory_can_be_shipped(finished_run: DistillRun) -> None:
         "README.md",
         "config.json",
         "model.safetensors",
-        "pilotfish_draft.json",
         "training.png",
     ]
     assert len(load_file(finished_run.draft / "model.safetensors")["vocabulary"]) == 100
-    assert json.loads((finished_run.draft / "pilotfish_draft.json").read_text())["target"] == "tiny"
+    assert distilled_draft.stored_card(finished_run.draft)["target"] == "tiny"
 
 
 def test_the_card_states_the_command_without_directories(finished_run: DistillRun) -> None:

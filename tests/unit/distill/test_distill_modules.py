@@ -16,7 +16,7 @@ from deploy.distillation import target as distillation_target
 from tests.unit.distill.conftest import Command
 from workers.distill.budget import Budget
 from workers.distill.modules import module_pipeline, module_trainer
-from workers.model.draft_card import CARD, read_card
+from workers.model.draft_card import is_distilled, read_card
 from workers.model.draft_shapes import ExitShape
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.table import SuccessorTable
@@ -60,7 +60,7 @@ def test_the_command_makes_a_module_that_the_loader_reads(
     assert str(module_run.directory) not in card
     assert "## Measured tokens per step" in card
     assert "| held-out prompts | " in card
-    assert "## Format\n\nPilotfish's own, with `pilotfish_draft.json`. No public format says what it computes: " in card
+    assert "## Format\n\nPilotfish's own, with `pilotfish_draft` in `config.json`. No public format says" in card
     assert ("## Static tree" in card) == (kind in ("heads", "block"))
     assert bool(loaded.card.tree) == ("uses the static tree" in card)
 
@@ -71,7 +71,7 @@ def test_plain_heads_become_a_public_checkpoint_that_is_trained_further(module_r
     assert module_run.run("heads", *plain) == 0
     directory = module_run.directory / "heads"
     assert json.loads((directory / "config.json").read_text())["model_type"] == "medusa"
-    assert not (directory / CARD).exists()
+    assert not is_distilled(directory)
     assert "Medusa heads in the layout of vLLM's converter" in (directory / "README.md").read_text()
     directory.rename(module_run.directory / "started")
     module_run.work = tmp_path / "second"
@@ -255,7 +255,7 @@ def test_what_one_process_trains_is_a_public_checkpoint_that_is_served(
     assert isinstance(card.shape, FeatureShape) if kind == "eagle3" else isinstance(card.shape, MaskedBlockShape)
     assert getattr(card.shape, "slots", 3) == 3
     assert json.loads((directory / "config.json").read_text())["speculators_model_type"] == kind
-    assert not (directory / CARD).exists()
+    assert not is_distilled(directory)
     assert "tokens per step on held out, as it is served" in capsys.readouterr().err
     text = (directory / "README.md").read_text()
     assert str(module_run.directory) not in text and "pilotfish distill" in text and "--recompute" in text

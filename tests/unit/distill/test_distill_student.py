@@ -250,7 +250,6 @@ class TestExport:
             "config.json",
             "curve.png",
             "model.safetensors",
-            "pilotfish_draft.json",
         ]
         assert {file.stat().st_mode & 0o777 for file in (tmp_path / "draft").iterdir()} == {0o644}
         tensors = load_file(tmp_path / "draft" / "model.safetensors")
@@ -263,7 +262,7 @@ class TestExport:
     def test_the_draft_card_describes_the_target(self, target: PreTrainedModel, tmp_path: Path) -> None:
         export(student_of(target, 1, 2), tmp_path / "draft", "the-target", "", {})
 
-        assert json.loads((tmp_path / "draft" / "pilotfish_draft.json").read_text()) == {
+        assert distilled_draft.stored_card(tmp_path / "draft") == {
             "format_version": 2,
             "target": "the-target",
             "target_vocabulary_size": 96,

@@ -16,7 +16,7 @@ from workers.distill.output import check_replaceable, replaced_directory
 
 def write(directory: Path, weights: str) -> None:
     with replaced_directory(directory, "# A draft", {}) as scratch:
-        (scratch / "pilotfish_draft.json").write_text("{}")
+        (scratch / "config.json").write_text('{"pilotfish_draft": {}}')
         (scratch / "weights").write_text(weights)
 
 

@@ -178,8 +178,8 @@ def finished(folder: Folder, rank: int) -> SingleProcess:
     run: SingleProcess = make.Run(make.options(folder.words()), folder.told.append, Peers(rank, 2))
     kept = run.directory_of_training = TrainingDirectory(folder.path / "training")
     (folder.path / "draft").mkdir()
-    for name in ("README.md", "pilotfish_draft.json"):
-        (folder.path / "draft" / name).write_text("{}")
+    (folder.path / "draft" / "README.md").write_text("# A draft")
+    (folder.path / "draft" / "config.json").write_text('{"pilotfish_draft": {}}')
     kept.begin([], [])
     kept.keep(folder.path / "draft", 2.5)
     kept.finish()
@@ -245,7 +245,7 @@ def test_a_training_whose_process_was_killed_is_free(tmp_path: Path) -> None:
 def test_the_best_draft_is_kept_and_comes_back(tmp_path: Path) -> None:
     out, kept = tmp_path / "out", TrainingDirectory(tmp_path / "training")
     out.mkdir()
-    for name, text in {"README.md": "# A draft", "pilotfish_draft.json": "{}", "weights": "1"}.items():
+    for name, text in {"README.md": "# A draft", "config.json": '{"pilotfish_draft": {}}', "weights": "1"}.items():
         (out / name).write_text(text)
     kept.begin([], [3, 5])
     assert kept.best() == -float("inf") and kept.vocabulary == (3, 5) and not kept.is_begun
@@ -255,7 +255,7 @@ def test_the_best_draft_is_kept_and_comes_back(tmp_path: Path) -> None:
     kept.restore(out)
 
     assert kept.best() == 2.5 and (out / "weights").read_text() == "1"
-    assert sorted(file.name for file in out.iterdir()) == ["README.md", "pilotfish_draft.json", "weights"]
+    assert sorted(file.name for file in out.iterdir()) == ["README.md", "config.json", "weights"]
 
 
 class Training:

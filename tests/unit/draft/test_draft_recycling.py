@@ -156,7 +156,7 @@ def test_a_module_fills_the_table_before_the_first_request(tmp_path: Path) -> No
     with pytest.raises(ModelLoadError, match="twice"):
         read_successors(directory)
     drafting_modules.save(target, tmp_path / "heads", "heads", (2,))
-    with pytest.raises(ModelLoadError, match=r"kind is 'heads' .* needed table"):
+    with pytest.raises(ModelLoadError, match=r"kind is 'heads'; needed table"):
         read_successors(tmp_path / "heads")
 
 
@@ -173,7 +173,7 @@ def test_a_table_for_a_vocabulary_of_another_size_is_left_out(tmp_path: Path, ca
 
     assert len(tree(method, first([7, 10]))) == 0
     (message,) = caplog.messages
-    assert f"target_vocabulary_size is {tiny.VOCABULARY} in " in message and f"{tiny.VOCABULARY + 1} in " in message
+    assert f"target_vocabulary_size is {tiny.VOCABULARY} for " in message and f"{tiny.VOCABULARY + 1} in " in message
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"text_config": 3}', '{"vocab_size": "many"}'])

@@ -87,7 +87,8 @@ def write_card(facts: ModuleFacts) -> str:
 def _format(facts: ModuleFacts) -> str:
     if not facts.obstacle:
         return "Medusa heads in the layout of vLLM's converter: `config.json` and `model.safetensors` say all of it."
-    return f"Pilotfish's own, with `{CARD}`. No public format says what it computes: {facts.obstacle}."
+    own = f"Pilotfish's own, with `{CARD}` in `config.json`."
+    return f"{own} No public format says what it computes: {facts.obstacle}."
 
 
 def _served(facts: ModuleFacts) -> list[str]:

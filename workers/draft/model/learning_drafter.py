@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ from workers.draft.common.trees.tree_session import TreeSession
 from workers.draft.model.model_expander import ModelExpander
 from workers.kv.pool import KvPool
 from workers.model.decoder_copies import DecoderCopies
-from workers.model.draft_card import CARD, VOCABULARY
-from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.draft_card import CARD, VOCABULARY, DraftCard, is_distilled, read_card
+from workers.model.formats.checkpoint import Checkpoint
+from workers.model.weight_files import config_values
 
 _TEXT_BYTES = 64 << 20
 """Default memory for texts: tokens alone."""
@@ -79,9 +81,10 @@ def _expander(copies: DecoderCopies, pool: KvPool, count: int, weights: Mapping[
         raise RuntimeError(str(error)) from error
 
 
-def _description(directory: Path) -> tuple[bytes, bytes, list[int]]:
+def _description(directory: Path) -> tuple[dict[str, Any], DraftCard | None, list[int]]:
     """What a draft's directory says of it: its configuration, its card if it has one, and its reduced vocabulary."""
-    config, card = (file.read_bytes() if file.is_file() else b"" for file in (directory / CONFIG, directory / CARD))
+    config = {key: value for key, value in config_values(directory).items() if key != CARD}
+    card = read_card(directory) if is_distilled(directory) else None
     found = Checkpoint(directory, {}).tensors({VOCABULARY})
     return config, card, found[VOCABULARY].tolist() if found else []
 

@@ -148,7 +148,7 @@ def load_mtp_pass(settings: MtpSettings, target: TargetSection, scratch: int) ->
     layer = load_mtp_layer(directory, _ATTENTION, dtype, device, draft)
     if card is None:
         sizes = int(layer.config.vocab_size), int(layer.config.hidden_size)
-        card = DraftDescription(directory.name, *sizes, (), None, kind="mtp", taps=(LAST_TAP,), source="config.json")
+        card = DraftDescription(directory.name, *sizes, (), None, kind="mtp", taps=(LAST_TAP,))
     with torch.inference_mode():
         return MtpPass(layer, load_ends(directory, card, None, dtype, device), settings, scratch, target)
 

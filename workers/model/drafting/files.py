@@ -1,4 +1,4 @@
-"""Files of drafting modules: a draft card, and one safetensors file with the module's own parameters.
+"""Files of drafting modules: `config.json`, and one safetensors file with the module's own parameters.
 
 A module that a public format describes is stored in this format instead. Otherwise, a parameter is stored in bfloat16,
 or, for matrices of an int8 file, as int8 with a float32 scale for each row under its name with `.scale`.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cluster.core.drafting import Tap
 from cluster.core.errors import ModelLoadError, shorten
 from workers.model.draft_card import (
-    CARD,
+    EARLIER_CARD,
     LAYERS,
     VOCABULARY,
     WEIGHTS,
@@ -39,13 +39,14 @@ from workers.model.drafting.public import PublicModule
 from workers.model.drafting.public_form import obstacle, trained_card
 from workers.model.drafting.table import SuccessorTable
 from workers.model.encoder_decoder.ends import DecoderEnds, read_decoder_ends
-from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.medusa import write_medusa
 from workers.model.formats.pilotfish import SCALE, restored
 from workers.model.formats.registry import DraftWeights, read_draft, read_weights, with_stored_names
 from workers.model.public_shapes import FeatureShape, MaskedBlockShape, MedusaShape, PublicShape
 from workers.model.target_ends import read_shared_ends, read_target_config, read_tensors
 from workers.model.tensor_file import in_bfloat16, write_tensors
+from workers.model.weight_files import CONFIG
 
 _BESIDE_WEIGHTS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 """Further files of a draft that is a language model of its own."""
@@ -99,7 +100,7 @@ def load_drafter(
     card = read_draft(directory, taps)
     where = f"draft directory {str(directory)!r}"
     if card.kind == LAYERS or card.shape is None or (kind is not None and card.kind != kind):
-        raise ModelLoadError(f"{where}: kind is {card.kind!r} in {card.source}; needed {kind or 'a drafting module'}")
+        raise ModelLoadError(f"{where}: kind is {card.kind!r}; needed {kind or 'a drafting module'}")
     weights = read_weights(directory, card)
     ends = _ends(target_directory, card, weights, dtype, device)
     if isinstance(card.shape, PublicShape):
@@ -231,7 +232,7 @@ def save_drafter(
 
 
 def save_own(directory: Path, card: DraftCard, module: nn.Module, vocabulary: Tensor | None, *, int8: bool) -> None:
-    """Write a draft card and the weights of a module."""
+    """Write the configuration and the weights of a module."""
     tensors: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
         value = value.detach().cpu()
@@ -295,7 +296,7 @@ def _what_stays(source: Path, parameters: Mapping[str, Tensor]) -> tuple[Checkpo
 
 
 def _copied_files(source: Path) -> list[Path]:
-    return [source / name for name in (CARD, CONFIG, *_BESIDE_WEIGHTS) if (source / name).is_file()]
+    return [source / name for name in (EARLIER_CARD, CONFIG, *_BESIDE_WEIGHTS) if (source / name).is_file()]
 
 
 def _fill(module: nn.Module, tensors: dict[str, Tensor], where: str) -> None:

@@ -46,7 +46,7 @@ def trained_card(card: DraftDescription, target_directory: Path) -> DraftCard:
     shape = card.shape
     if not isinstance(shape, MedusaShape) or shape.blocks != 1 or shape.has_bias or shape.rows:
         raise ModelLoadError(
-            f"draft of kind {card.kind!r} in {card.source}: only heads of one block without bias and with one common "
+            f"draft of kind {card.kind!r}: only heads of one block without bias and with one common "
             f"output head can be trained further"
         )
     return DraftCard(

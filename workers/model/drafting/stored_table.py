@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cluster.core.config.base import with_home
 from cluster.core.errors import ModelLoadError
-from workers.model.draft_card import CARD, WEIGHTS, read_card
+from workers.model.draft_card import WEIGHTS, read_card
 from workers.model.draft_shapes import TableShape
 from workers.model.target_ends import decoder_vocabulary_size, read_config, read_tensors
 
@@ -26,7 +26,7 @@ def read_successors(directory: Path) -> NDArray[np.int32]:
     card = read_card(directory)
     where = f"draft directory {str(directory)!r}"
     if not isinstance(card.shape, TableShape):
-        raise ModelLoadError(f"{where}: kind is {card.kind!r} in {CARD}; needed table")
+        raise ModelLoadError(f"{where}: kind is {card.kind!r}; needed table")
     size = card.target_vocabulary_size
     table = read_tensors(directory / WEIGHTS).get(_NAME)
     if table is None or table.dtype is not torch.int32 or table.shape != (size, card.shape.successors):
@@ -55,10 +55,10 @@ def read_successors_for(target: Path, directory: Path) -> NDArray[np.int32] | No
     if found == wanted:
         return read_successors(directory)
     logger.warning(
-        "recycling begins with an empty table: target_vocabulary_size is %d in %s and %d in the config.json of the "
-        "target %s",
+        "recycling begins with an empty table: target_vocabulary_size is %d for the draft %s and %d in the "
+        "config.json of the target %s",
         wanted,
-        directory / CARD,
+        directory,
         found,
         target,
     )

@@ -8,7 +8,7 @@ from typing import Literal
 
 from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
-from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.decoder_config import decoder_shape
 from workers.model.formats.draft_vocabulary import MAPS, ends_sizes
 from workers.model.public_shapes import ConvolutionShape, MarkovShape, MaskedBlockShape, SelectorShape
@@ -92,7 +92,6 @@ def block_card(
         kind="block",
         taps=tuple(taps),
         shape=shape,
-        source=CONFIG,
     )
 
 

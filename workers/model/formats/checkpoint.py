@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cluster.core.errors import ModelLoadError, shorten
 from workers.model.public_shapes import Sizes
-from workers.model.weight_files import config_values, weight_files
+from workers.model.weight_files import CONFIG, config_values, weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG = "config.json"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 """Names of weight files. The first pattern with a file is read."""
 _LONGEST_HEADER = 100 * 1024 * 1024

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
-from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS, decoder_shape
 from workers.model.formats.draft_vocabulary import ends_sizes, read_with_ends
 from workers.model.formats.registry import DraftWeights, register
@@ -68,7 +68,6 @@ class EagleFormat:
             kind="eagle",
             taps=tuple(taps) or _LAST_TAP,
             shape=shape,
-            source=CONFIG,
         )
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:

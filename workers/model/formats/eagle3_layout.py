@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
-from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.decoder_config import decoder_shape
 from workers.model.formats.draft_vocabulary import MAPS, ends_sizes, read_with_ends
 from workers.model.formats.registry import DraftWeights
@@ -96,7 +96,6 @@ class Eagle3Layout:
             kind="eagle",
             taps=chosen,
             shape=shape,
-            source=CONFIG,
         )
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from cluster.core.errors import ModelLoadError
-from workers.model.draft_card import CARD
+from workers.model.draft_card import EARLIER_CARD
 from workers.model.public_shapes import Sizes
 
 Report = Callable[[str], None]
 """Called with a short description whenever another percent is fetched."""
 
-_CONFIGURATION = ["config.json", CARD, "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt"]
+_CONFIGURATION = ["config.json", EARLIER_CARD, "tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt"]
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
 _TORCH_WEIGHTS = ["pytorch_model*.bin", "*_lm_head.pt"]
 """Fetched where a repository has no safetensors."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from cluster.core.drafting import Tap
 from workers.model.draft_card import DraftDescription
-from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.draft_vocabulary import read_with_ends
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import HydraShape
@@ -69,7 +69,6 @@ class HydraFormat:
             kind="heads",
             taps=tuple(taps) or _LAST_TAP,
             shape=shape,
-            source=CONFIG,
         )
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from cluster.core.drafting import Tap
 from workers.model.draft_card import WEIGHTS, WRITER, WRITTEN_BY, DraftDescription, read_tree
-from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import MedusaShape, Sizes
+from workers.model.weight_files import CONFIG
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +93,6 @@ class MedusaFormat:
             taps=tuple(taps) or _LAST_TAP,
             shape=shape,
             tree=read_tree(checkpoint.directory / CONFIG, checkpoint.config, _CHOICES),
-            source=CONFIG,
         )
 
     def weights(self, checkpoint: Checkpoint, card: DraftDescription) -> DraftWeights:

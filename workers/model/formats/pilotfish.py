@@ -1,4 +1,4 @@
-"""The format that `pilotfish distill` writes: a draft card, and one safetensors file with the module's own tensors."""
+"""The format of `pilotfish distill`: `config.json` with a draft card, and a safetensors file with the own tensors."""
 
 from __future__ import annotations
 

@@ -15,12 +15,13 @@ from cluster.core.drafting import Tap
 from cluster.core.errors import shorten
 from workers.model.draft_card import LAST_TAP, WEIGHTS, WRITER, WRITTEN_BY, DraftDescription
 from workers.model.formats.block_layout import BLOCK_KEYS, SELECTOR_KEYS, block_card
-from workers.model.formats.checkpoint import CONFIG, Checkpoint
+from workers.model.formats.checkpoint import Checkpoint
 from workers.model.formats.decoder_config import DECODER_KEYS
 from workers.model.formats.draft_vocabulary import ENDS, MAPS, read_with_ends
 from workers.model.formats.eagle3_layout import EAGLE3_KEYS, MASK_KEYS, Eagle3Layout, tap_norm_of
 from workers.model.formats.registry import DraftWeights, register
 from workers.model.public_shapes import MASK_HIDDEN, DecoderShape, FeatureShape, MaskedBlockShape
+from workers.model.weight_files import CONFIG
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,9 +125,7 @@ def _layer(checkpoint: Checkpoint) -> DraftDescription:
     strange = sorted(name for name in checkpoint.sizes if not name.startswith(_MTP_LAYER) and name != _UNUSED)
     if strange:
         checkpoint.fail(f"its weights have {shorten(strange[:3])} in excess, beside {_MTP_LAYER}*")
-    return DraftDescription(
-        verifier(checkpoint), vocabulary, size, (), None, kind=_MTP, taps=(LAST_TAP,), source=CONFIG
-    )
+    return DraftDescription(verifier(checkpoint), vocabulary, size, (), None, kind=_MTP, taps=(LAST_TAP,))
 
 
 def _block(checkpoint: Checkpoint, taps: Sequence[Tap]) -> DraftDescription:

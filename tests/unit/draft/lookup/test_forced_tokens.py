@@ -42,7 +42,8 @@ def test_what_is_excluded_after_forced_tokens_is_not_drafted(method: str) -> Non
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("forced", [(7, 5, 30), (30, 31, 30, 31, 30, 31)])
-def test_forced_tokens_that_the_text_does_not_have_are_the_draft(method: str, forced: tuple[int, ...]) -> None:
+def test_a_draft_begins_with_forced_tokens_that_the_text_does_not_have(method: str, forced: tuple[int, ...]) -> None:
     found = proposal(method, forced, b"")
-    assert found.tree.tokens[:5] == forced[:5]
+    length = min(5, len(forced))
+    assert found.tree.tokens[:length] == forced[:length]
     assert found.tree.depth() <= 5

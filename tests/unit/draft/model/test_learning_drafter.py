@@ -23,7 +23,7 @@ from workers.draft.model.learning_drafter import LearnedModels, LearningTreeDraf
 from workers.draft.model.model_expander import ModelExpander
 from workers.draft.registry import create
 from workers.model import devices
-from workers.model.draft_card import CARD, VOCABULARY, WEIGHTS
+from workers.model.draft_card import VOCABULARY, WEIGHTS
 from workers.serve.configuration import load_configuration
 
 SALT = "a/"
@@ -232,8 +232,9 @@ def test_a_version_of_another_draft_is_refused(target: Path, tmp_path: Path) -> 
         drafter.weights.save(version, weights)
         return version
 
-    card = json.loads((stored() / CARD).read_text())
-    (version / CARD).write_text(json.dumps(card | {"target": "another"}))
+    distilled_draft.as_earlier_version(stored())  # a version that was written before the draft's description moved
+    drafter.weights.read(version)
+    distilled_draft.change_card(stored(), {"target": "another"})
     with pytest.raises(ValueError, match="another target, other sizes or another vocabulary"):
         drafter.weights.read(version)
     tensors = load_file(stored() / WEIGHTS)

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from cluster.core.errors import ModelLoadError
 from tests.support.models import distilled_draft, drafting_modules, tiny
-from workers.model.draft_card import CARD, WEIGHTS, read_card
+from workers.model.draft_card import EARLIER_CARD, WEIGHTS, read_card
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.table import SuccessorTable
+from workers.model.formats.registry import read_draft, read_weights
 
 CPU = torch.device("cpu")
 KINDS = ("heads", "block", "eagle", "exit", "table")
@@ -103,7 +104,7 @@ class TestRefusals:
                 "depths: 0 is refused; it must be at least 1",
             ),
             ({"shape": {"depths": "2", "mix_rank": 0, "selector_rank": 0}}, "shape.depths: '2' is refused; .* be int"),
-            ({"hidden_size": 32}, "hidden_size is 32 in pilotfish_draft.json and 48 in the config.json of the target"),
+            ({"hidden_size": 32}, "hidden_size is 32 for the draft and 48 in the config.json of the target"),
             ({"tree": [[0], [1, 0]]}, r"tree must be .* each after its parent, not \[1, 0\]"),
             ({"tree": [[16]]}, r"tree must be at most 256 lists of ranks below 16"),
             ({"format_version": 3}, "format_version must be 1 or 2, not 3"),
@@ -111,8 +112,7 @@ class TestRefusals:
     )
     def test_a_wrong_card(self, target: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
         drafting_modules.save(target, tmp_path, "heads")
-        card = json.loads((tmp_path / CARD).read_text())
-        (tmp_path / CARD).write_text(json.dumps(card | changes))
+        distilled_draft.change_card(tmp_path, changes)
 
         with pytest.raises(ModelLoadError, match=message):
             load_drafter(tmp_path, target, torch.float32, CPU)
@@ -120,13 +120,13 @@ class TestRefusals:
     def test_a_module_of_another_kind(self, target: Path, tmp_path: Path) -> None:
         drafting_modules.save(target, tmp_path, "heads")
 
-        with pytest.raises(ModelLoadError, match=r"kind is 'heads' in pilotfish_draft.json; needed block"):
+        with pytest.raises(ModelLoadError, match=r"kind is 'heads'; needed block"):
             load_drafter(tmp_path, target, torch.float32, CPU, "block")
 
     def test_a_draft_that_is_a_model_of_its_own_layers(self, target: Path, tmp_path: Path) -> None:
         distilled_draft.save(target, tmp_path)
 
-        with pytest.raises(ModelLoadError, match=r"kind is 'layers' .* needed a drafting module"):
+        with pytest.raises(ModelLoadError, match=r"kind is 'layers'; needed a drafting module"):
             load_drafter(tmp_path, target, torch.float32, CPU)
 
     def test_missing_and_strange_tensors(self, target: Path, tmp_path: Path) -> None:
@@ -156,9 +156,36 @@ class TestRefusals:
 
 def test_cards_of_version_1_describe_a_model_of_its_own_layers(target: Path, tmp_path: Path) -> None:
     distilled_draft.save(target, tmp_path)
-    card = json.loads((tmp_path / CARD).read_text())
+    distilled_draft.as_earlier_version(tmp_path)
+    card = json.loads((tmp_path / EARLIER_CARD).read_text())
     old = {name: card[name] for name in ("target", "target_vocabulary_size", "hidden_size", "layers")}
-    (tmp_path / CARD).write_text(json.dumps(old | {"format_version": 1, "vocabulary_size": None}))
+    (tmp_path / EARLIER_CARD).write_text(json.dumps(old | {"format_version": 1, "vocabulary_size": None}))
 
     assert read_card(tmp_path).kind == "layers"
     assert read_card(tmp_path).layers == (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["layers", "heads", "block", "eagle", "exit", "table"])
+def test_a_draft_of_an_earlier_version_is_read_as_one_of_today(kind: str, target: Path, tmp_path: Path) -> None:
+    if kind == "layers":
+        distilled_draft.save(target, tmp_path)
+    else:
+        drafting_modules.save(target, tmp_path, kind, () if kind in ("exit", "table") else (1, 2))
+    card, weights = read_draft(tmp_path), read_weights(tmp_path, read_draft(tmp_path))
+
+    distilled_draft.as_earlier_version(tmp_path)
+
+    assert read_draft(tmp_path) == card and card.kind == kind
+    assert read_weights(tmp_path, card).tensors.keys() == weights.tensors.keys()
+
+
+def test_one_file_describes_a_draft(target: Path, tmp_path: Path) -> None:
+    drafting_modules.save(target, tmp_path, "heads")
+    assert {file.name for file in tmp_path.iterdir()} == {"config.json", WEIGHTS}
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "pilotfish_draft"
+
+
+def test_a_card_in_the_configuration_counts_beside_one_of_an_earlier_version(target: Path, tmp_path: Path) -> None:
+    drafting_modules.save(target, tmp_path, "heads")
+    (tmp_path / EARLIER_CARD).write_text("{}")
+    assert read_card(tmp_path).kind == "heads"

@@ -20,7 +20,7 @@ from workers.draft.common.modules.ranked_paths import RankedPaths
 from workers.draft.common.modules.served_module import load_served_module
 from workers.draft.heads.heads_drafter import ParallelHeads
 from workers.draft.heads.own_heads import OwnHeads
-from workers.model.draft_card import CARD, WEIGHTS
+from workers.model.draft_card import WEIGHTS, is_distilled
 from workers.model.draft_shapes import HeadsShape
 from workers.model.drafting.files import load_drafter, read_trained, save_drafter, save_own, stored_tensors
 from workers.model.drafting.heads import MedusaHeads
@@ -148,4 +148,4 @@ def test_what_keeps_a_module_out_of_public_formats(
     found = obstacle(drafting_modules.card_for(target, kind, taps, shape=shape), target, int8=int8)
 
     assert found.startswith(clause) and bool(found) == bool(clause)
-    assert (tmp_path / CARD).exists() == bool(clause)
+    assert is_distilled(tmp_path) == bool(clause)

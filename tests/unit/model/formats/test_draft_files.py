@@ -132,7 +132,7 @@ class TestFiles:
         write(tmp_path / "draft", EAGLE3, public_drafts.eagle3())
         wider = tiny.save(tmp_path / "wider", tiny.llama(vocab_size=128))
 
-        with pytest.raises(ModelLoadError, match=r"target_vocabulary_size is 96 in config.json and 128 in"):
+        with pytest.raises(ModelLoadError, match=r"target_vocabulary_size is 96 for the draft and 128 in"):
             load_drafter(tmp_path / "draft", wider, torch.float32, torch.device("cpu"))
 
 

@@ -19,7 +19,7 @@ from deploy.models import resolve_models, with_module_directories
 from deploy.settings import load_settings
 from deploy.speculative_config import from_speculative_config
 from tests.support.models import public_drafts, tiny
-from workers.model.draft_card import CARD
+from workers.model.draft_card import EARLIER_CARD
 from workers.model.formats.hub import draft_description, draft_directory
 from workers.model.formats.registry import find_format, read_draft
 from workers.model.model_files import resolve_model_directory
@@ -160,11 +160,11 @@ def test_weights_of_torch_tell_the_format_once_they_are_fetched(repository: Path
     assert (names(directory), sizes) == ({"config.json", "pytorch_model.bin"}, None)
 
 
-def test_what_pilotfish_distilled_is_fetched_with_its_card(repository: Path) -> None:
+def test_what_an_earlier_version_distilled_is_fetched_with_its_card(repository: Path) -> None:
     public_drafts.write(repository, public_drafts.DFLASH, public_drafts.block())
-    (repository / CARD).write_text("{}")
+    (repository / EARLIER_CARD).write_text("{}")
 
-    assert names(draft_directory("owner/name")) == {"config.json", CARD, "model.safetensors"}
+    assert names(draft_directory("owner/name")) == {"config.json", EARLIER_CARD, "model.safetensors"}
 
 
 @pytest.mark.parametrize("revision", [None, "v2"])

@@ -17,7 +17,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.verification import StepBatch, StepResult
 from deploy.distillation import learner_task
 from tests.support.engines.colocated_decoding import decode_together
-from tests.support.models import public_drafts, tiny
+from tests.support.models import distilled_draft, public_drafts, tiny
 from tests.support.models.drafting_evidence import drafter_of
 from tests.unit.serve.learning.served import (
     BUDGET,
@@ -35,7 +35,6 @@ from tests.unit.serve.learning.served import (
 )
 from workers.draft.common.learning import salt_key
 from workers.draft.common.modules.learned_modules import LearnedModules
-from workers.model.draft_card import CARD
 from workers.serve.configuration import load_configuration
 from workers.serve.learning.learner import Learner, start_learner
 from workers.serve.learning.messages import Candidate, Task
@@ -365,8 +364,7 @@ def test_a_draft_of_other_sizes_in_the_directory_is_left_out(served: Served, tmp
     stored = tmp_path / "versions" / key / "000001"
     stored.mkdir(parents=True)
     served.weights.save(stored, served.weights.of(key))
-    card = json.loads((stored / CARD).read_text())
-    (stored / CARD).write_text(json.dumps(card | {"target": "another"}))
+    distilled_draft.change_card(stored, {"target": "another"})
     (stored.parent / "served").write_text("1")
     learner = learner_of(served, Versions(tmp_path / "versions", served.weights))
     learner.start()
