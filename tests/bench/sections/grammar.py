@@ -1,13 +1,20 @@
-"""Counts the steps of the target that forced tokens and drafts save in answers that match JSON schemas."""
+"""Counts the steps of the target that forced tokens and drafts save in answers that match JSON schemas.
+
+Each method drafts twice: once knowing which of the next tokens the grammar forces and allows, once without.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from cluster.core.drafting import ANY_TOKENS
 from cluster.core.grammar import Grammar
 from cluster.generation.text.chat_messages import Message
 from cluster.wire.codec.grammar import encode_grammar
@@ -39,8 +46,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 """Questions, and the properties of their answers."""
-_METHODS = ("none", "ngram", "suffix+recycling", "eagle", "heads", "block", "eagle@drafter", "heads@drafter")
+_METHODS = (
+    *("none", "ngram", "suffix+recycling", "eagle", "heads", "block", "eagle@drafter", "heads@drafter"),
+    *("model", "lookahead", "early_exit"),
+)
 """Drafting methods besides forced tokens, unless `--variants` names others. `@` precedes a `draft.placement`."""
+_TELLS_DRAFTERS = "cluster.coordinator.clients.drafter"
+"""The module that tells drafters in other processes."""
 _MOST_TOKENS = 200
 
 
@@ -54,17 +66,42 @@ async def _measure(options: Options) -> None:
     heading("Grammar: target steps of answers that match JSON schemas")
     rows: list[list[str]] = []
     for method in options.variants or _METHODS:
-        async with (
-            LocalCluster(options.configuration(*_assignments(method))) as cluster,
-            connected(cluster.grpc_address) as client,
-        ):
-            tokens = steps = equal = 0
-            for question, properties in CASES.items():
-                plain = await _answer(options, client, question, properties, 0)
-                drafted = await _answer(options, client, question, properties, None)
-                tokens, steps, equal = tokens + len(plain[0]), steps + drafted[1], equal + (plain[0] == drafted[0])
-            rows.append([method, str(tokens), str(steps), f"{tokens / steps:.2f}", f"{equal} of {len(CASES)}"])
-    table(("forced tokens, and", "tokens = steps without drafts", "steps", "tokens per step", "equal answers"), rows)
+        tokens, steps, equal = await _answers(options, method)
+        rows.append([method, str(tokens), str(steps), f"{tokens / steps:.2f}", f"{equal} of {len(CASES)}"])
+        if method == "none":
+            rows[-1] += ["", "", ""]
+            continue
+        with _untold():
+            tokens, steps, equal = await _answers(options, method)
+        rows[-1] += [str(steps), f"{tokens / steps:.2f}", f"{equal} of {len(CASES)}"]
+    told = ("steps", "tokens per step", "equal answers")
+    untold = [f"{name}, drafts without the grammar" for name in told]
+    table(("forced tokens, and", "tokens = steps without drafts", *told, *untold), rows)
+
+
+async def _answers(options: Options, method: str) -> tuple[int, int, int]:
+    """The tokens of all answers, the steps of the target with drafts, and how many answers are those without drafts."""
+    tokens = steps = equal = 0
+    async with (
+        LocalCluster(options.configuration(*_assignments(method))) as cluster,
+        connected(cluster.grpc_address) as client,
+    ):
+        for question, properties in CASES.items():
+            plain = await _answer(options, client, question, properties, 0)
+            drafted = await _answer(options, client, question, properties, None)
+            tokens, steps, equal = tokens + len(plain[0]), steps + drafted[1], equal + (plain[0] == drafted[0])
+    return tokens, steps, equal
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """Inside, drafting methods of clusters in this process are told nothing of grammars."""
+
+    def nothing(*_: Any, **__: Any) -> Any:
+        return ANY_TOKENS
+
+    with patch("workers.verify.grammars.NextTokens", nothing), patch(f"{_TELLS_DRAFTERS}.NextTokens", nothing):
+        yield
 
 
 def _assignments(variant: str) -> list[str]:
@@ -85,6 +122,7 @@ async def _answer(
         token_ids=common_pb2.TokenIds(ids=options.tokenizer.encode_chat([Message("user", question)])),
         sampling=common_pb2.SamplingParameters(temperature=0.0, seed=0, grammar=grammar),
         stopping=generation_pb2.StoppingCriteria(max_tokens=_MOST_TOKENS),
+        cache_salt=f"{max_draft_tokens}",  # the answer without drafts is not drafted from
         max_draft_tokens=max_draft_tokens,
     )
     tokens: list[int] = []
