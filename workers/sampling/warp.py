@@ -67,12 +67,15 @@ def untruncated(
 
 def is_unchanged(context: DecisionContext) -> bool:
     """Whether no logits processor applies to a row, so that `warp` returns its logits as they are."""
+    return (context.is_greedy or context.sampling.temperature == 1.0) and is_only_divided(context)
+
+
+def is_only_divided(context: DecisionContext) -> bool:
+    """Whether no logits processor but the temperature applies to a row."""
     sampling = context.sampling
     if sampling.repetition_penalty != 1.0 or _adds(sampling) or sampling.allowed_token_ids or context.excluded_tokens:
         return False
-    if context.allowed is not None or context.forced_token is not None:
-        return False
-    return context.is_greedy or (sampling.temperature == 1.0 and not context.is_truncated)
+    return context.allowed is None and context.forced_token is None and not context.is_truncated
 
 
 def _cleaned(logits: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ from workers.draft.common.modules.module_settings import ContextModuleSettings
 from workers.draft.common.modules.pass_of_salt import PassOfSalt
 from workers.draft.common.modules.path_ranker import PathRanker
 from workers.draft.common.modules.path_trees import PathDrafter, PathHistory, PathTrees, Wanted, decision_contexts
+from workers.draft.common.modules.product import stored_type
 from workers.draft.common.modules.ranked_paths import RankedPaths, TreeForm
 from workers.draft.common.modules.served_module import ServedModule, computed_type, load_served_module
 from workers.draft.common.modules.tap_reader import TapReader
 from workers.draft.common.modules.text_collector import CONTEXT, CollectedStates, TextCollector
 from workers.draft.common.sessions import Sessions
+from workers.forward.native.markov import load_markov_slots
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.public import PublicModule
 from workers.model.fused_taps import fused_width
@@ -205,7 +208,8 @@ def _public_blocks(
     if not isinstance(shape, MaskedBlockShape) or not (shape.corrects_logits or shape.confidence != "none"):
         rank = _without_last(PathRanker(ends, None, loaded.make, loaded.shortlist))
         return PassOfSalt(ServedBlocks(passes, rank))
-    markov = MarkovRanker(module, ends, loaded.make, loaded.shortlist)
+    load = partial(load_markov_slots, dtype=stored_type(weights, directory), directory=directory)
+    markov = MarkovRanker(module, ends, loaded.make, loaded.shortlist, load)
     own = ServedBlocks(passes, markov.rank)
     if not learns or not shape.is_trainable:
         return PassOfSalt(own)

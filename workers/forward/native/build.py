@@ -46,6 +46,7 @@ _HEADERS = (
     "groups.h",
     "split_groups.h",
     "windows.h",
+    "largest.h",
 )
 _SOURCES = (
     "attention.c",
@@ -64,6 +65,7 @@ _SOURCES = (
     "decoder.c",
     "leading.c",
     "largest.c",
+    "markov.c",
     "recurrence.c",
     "sourced_decoder.c",
 )

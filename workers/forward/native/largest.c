@@ -2,6 +2,7 @@
 
 #include <stddef.h>
 
+#include "largest.h"
 #include "products.h"
 
 #define HIGHEST 1e30f /* replaces infinity, so that differences are numbers */
@@ -20,7 +21,7 @@ static void insert(float value, int64_t column, int64_t count, float *best, int6
     best[at] = value, columns[at] = column;
 }
 
-static void largest_of_row(const float *values, int64_t size, int64_t count, float *best, int64_t *columns, float *total)
+void pilotfish_largest_of_row(const float *values, int64_t size, int64_t count, float *best, int64_t *columns, float *total)
 {
     for (int64_t i = 0; i < count; i++) best[i] = -INFINITY, columns[i] = i;
     for (int64_t first = 0; first < size; first += 2 * LANES) {
@@ -54,5 +55,5 @@ void pilotfish_largest(const float *values, int64_t rows, int64_t size, int64_t 
 {
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (int64_t row = 0; row < rows; row++)
-        largest_of_row(values + row * size, size, count, best + row * count, columns + row * count, totals + row);
+        pilotfish_largest_of_row(values + row * size, size, count, best + row * count, columns + row * count, totals + row);
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.ranked_paths import RankedPaths
 from workers.draft.common.modules.served_module import load_served_module
+from workers.forward.native.markov import load_markov_slots
 from workers.model.drafting.public import PublicModule
 from workers.model.formats.registry import read_draft
 from workers.sampling.context import DecisionContext
@@ -216,9 +218,10 @@ def load_served(draft: Path, target: Path) -> Served:
     settings = ModuleSettings(path=str(draft), weights="float32")
     section = TargetSection(path=str(target), device="cpu")
     loaded = load_served_module(settings, section, "block", (PublicModule,))
+    load = partial(load_markov_slots, dtype=torch.float32, directory=section.compile_directory)
     return Served(
         MaskedBlockPass(loaded.module, loaded.ends, "float32"),
-        MarkovRanker(loaded.module, loaded.ends, loaded.make, loaded.shortlist),
+        MarkovRanker(loaded.module, loaded.ends, loaded.make, loaded.shortlist, load),
         resolve_taps(loaded.card.taps, LAYERS),
     )
 

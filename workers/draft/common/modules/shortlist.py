@@ -47,13 +47,14 @@ class Shortlist:
         `largest` finds the largest logits.
         """
         self._largest = largest
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
+        """The tokens of the logits, int64 [size]; `None` means all."""
         self._knows_noise = knows_noise
 
     def leading(self, logits: Tensor, contexts: Sequence[DecisionContext], count: int) -> Leading:
         """The best `count` candidates of each row of logits [rows, size]; there is one context per row."""
         if not all(map(is_unchanged, contexts)):
-            logits = untruncated(logits, contexts, vocabulary=self._vocabulary)
+            logits = untruncated(logits, contexts, vocabulary=self.vocabulary)
         count = min(count, logits.shape[1])
         are_greedy = all(context.is_greedy for context in contexts)
         wanted = count if are_greedy else min(max(SHORTLIST, count), logits.shape[1])
@@ -62,7 +63,7 @@ class Shortlist:
             return Leading(scores, columns, totals)
         scores = _truncated(scores, totals, contexts)
         if self._knows_noise:
-            scores = scores + self._noise(columns, contexts, logits.shape[1])
+            scores = scores + self._noise(contexts, logits.shape[1], columns.device, columns)
         sampled = tensor_on(logits.device, [[not context.is_greedy] for context in contexts], torch.bool)
         totals = torch.where(sampled, scores.logsumexp(dim=1, keepdim=True), totals)
         scores, places = scores.topk(count)
@@ -70,15 +71,23 @@ class Shortlist:
 
     def tokens(self, columns: Tensor) -> Tensor:
         """The tokens of columns of the logits."""
-        return columns if self._vocabulary is None else self._vocabulary[columns]
+        return columns if self.vocabulary is None else self.vocabulary[columns]
 
-    def _noise(self, columns: Tensor, contexts: Sequence[DecisionContext], size: int) -> Tensor:
+    def with_noise(self, logits: Tensor, contexts: Sequence[DecisionContext]) -> Tensor:
+        """All logits of rows [rows, size], plus the noise in sampled rows, if the target decides by the shared one."""
+        if not self._knows_noise or all(context.is_greedy for context in contexts):
+            return logits
+        return logits + self._noise(contexts, logits.shape[1], logits.device)
+
+    def _noise(
+        self, contexts: Sequence[DecisionContext], size: int, device: torch.device, columns: Tensor | None = None
+    ) -> Tensor:
         seeds = [context.sampling.seed for context in contexts]
         positions = [context.position for context in contexts]
-        if self._vocabulary is None:
-            noise = gumbel(seeds, positions, 0, size, columns.device, columns)
+        if self.vocabulary is None:
+            noise = gumbel(seeds, positions, 0, size, device, columns)
         else:
-            noise = gumbel_of(seeds, positions, self._vocabulary, columns.device, columns)
+            noise = gumbel_of(seeds, positions, self.vocabulary, device, columns)
         greedy = [row for row, context in enumerate(contexts) if context.is_greedy]
         if greedy:
             noise[row_indices(greedy, noise)] = 0.0

@@ -57,10 +57,10 @@ def rank_slots(
         kept.append(places)
         previous = tokens.flatten(1).gather(1, places)
         slots.follow(places // tokens.shape[2])
-    return _listed(levels, kept)
+    return listed_paths(levels, kept)
 
 
-def _listed(levels: Sequence[tuple[Tensor, Tensor]], kept: Sequence[Tensor]) -> list[RankedPaths]:
+def listed_paths(levels: Sequence[tuple[Tensor, Tensor]], kept: Sequence[Tensor]) -> list[RankedPaths]:
     """The ranked paths of each row from tokens and confidences [rows, parents, siblings] of each depth.
 
     `kept` [rows, parents] are the candidates of a depth, by index, that are the parents of the next one.
