@@ -66,7 +66,11 @@ def distill_in_one_process(job: DistillJob, server: Server | None = None) -> Non
         except (PilotfishError, OSError, torch.OutOfMemoryError) as error:
             job.notices.print(f"{given.out}: tokens per step on {name} were not measured: {error}")
             continue
-        job.notices.print(f"{given.out}: {found.tokens_per_step:.2f} tokens per step on {name}, as it is served")
+        # Whole answers, which the training measures, have more: they repeat themselves towards their end.
+        job.notices.print(
+            f"{given.out}: {found.tokens_per_step:.2f} tokens per step on {name}, as it is served, in the first "
+            f"{_SERVED_TOKENS} tokens of {len(prompts)} answers; steps that read a prompt are counted"
+        )
 
 
 def _common(job: DistillJob) -> list[str]:

@@ -14,22 +14,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from cluster.core.config.target_section import TargetSection
-from cluster.core.request import SamplingParameters
+from cluster.core.drafting import DraftBudget, DraftRow
+from cluster.core.ids import SequenceId
+from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.models import tiny
-from tests.support.models.computed_states import computed_target
+from tests.support.models.computed_states import ComputedStates, computed_target
+from tests.support.models.drafting_evidence import drafter_of, shown_states
 from tests.unit.distill.training_folder import LAYERS, LENGTH, PROMPT, ROWS
 from workers.distill.answers import Answer
 from workers.distill.dspark import rows
 from workers.distill.dspark.loss import SlotGoals, head_loss
-from workers.distill.dspark.module import SECOND, SparkModule
+from workers.distill.dspark.measure import Ranker
+from workers.distill.dspark.module import SECOND, Blocks, SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
 from workers.distill.target_model import load_target
 from workers.draft.block.markov_ranker import MarkovRanker
 from workers.draft.block.masked_pass import MaskedBlockPass
+from workers.draft.common.modules import ranked_paths
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.common.modules.module_settings import ModuleSettings
 from workers.draft.common.modules.served_module import load_served_module
+from workers.draft.common.trees.calibration import Calibration
 from workers.model.draft_card import DraftDescription, is_written_here
 from workers.model.drafting.files import load_ends
 from workers.model.drafting.public import PublicModule
@@ -148,6 +154,46 @@ def test_what_is_trained_is_what_is_served(
         torch.testing.assert_close(confidences, sure.detach(), rtol=1e-4, atol=1e-4)
         seen += 1
     assert seen == 3
+
+
+def test_served_trees_have_the_nodes_that_the_training_counts(
+    directory: Path,
+    target: PreTrainedModel,
+    answers: tuple[Answer, ...],
+    texts: TextRows,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Round after round of a sequence, as long as no decision of the target changes the trust in confidences."""
+    monkeypatch.setattr(ranked_paths, "Calibration", lambda: Calibration(trust=1.0))
+    monkeypatch.setattr(ranked_paths.PathCalibration, "observe", lambda *_: True)
+    nodes, module = 9, random_module(target, texts)
+    settings = {"path": str(write(module, tmp_path / "draft"))}
+    drafter, _ = drafter_of(directory, LAYERS, "block", settings, max_nodes=nodes, max_depth=SLOTS)
+    ranker, depths = Ranker(module, head_of(target), None), set()
+    for answer in answers[:3]:
+        text = (*answer.prompt, *answer.answer)
+        states = ComputedStates(target, TAPS).of(answer)[:, : len(TAPS) * 48].bfloat16().float()
+        held = 0
+        for last in (PROMPT, PROMPT + 1, PROMPT + 4):
+            start = None if held else SequenceStart(PROMPT, GREEDY)
+            shown = (shown_states(states[max(0, held - 1) : last], max(0, held - 1)),)
+            budget = DraftBudget(nodes, SLOTS)
+            row = DraftRow(SequenceId(answer.key), last + 1, text[held : last + 1], budget, start, shown)
+            (found,) = drafter.propose([row])
+            held = last + 1
+
+            with torch.no_grad():
+                own = torch.tensor([[text[last], *[0] * (SLOTS - 1)]])
+                blocks = Blocks(torch.tensor([[last]]), torch.tensor([[0]]), own.unsqueeze(0))
+                hidden = module(states.unsqueeze(0), blocks)[0].expand(nodes, -1, -1)
+                paths = [found.tree.path_tokens(node) for node in range(len(found.tree))]
+                padded = torch.tensor([[text[last], *path, *[-1] * (SLOTS - len(path))] for path in paths])
+                scores, is_on_path = ranker.ranked(hidden, padded, parents=4, siblings=8)
+            counted = is_on_path.gather(1, scores.topk(nodes).indices).sum(dim=1)
+            assert len(found.tree) == nodes and counted.tolist() == [len(path) for path in paths]
+            depths.add(found.tree.depth())
+    assert max(depths) > 1
 
 
 def test_goals_and_trained_logits_have_the_factor_of_the_target(tmp_path: Path) -> None:
