@@ -28,6 +28,44 @@ static inline Vector larger(Vector a, Vector b)
 #endif
 }
 
+#if defined(IS_AVX512)
+#define HAS_SQUARES 1
+
+/* LANES vectors that are `dim` numbers apart → as many that are TILE numbers apart. First squares of four numbers are
+   transposed in all quarters of the vectors, then squares of four quarters. */
+INLINE void transpose_square(const float *from, int64_t dim, float *to)
+{
+    __m512 row[LANES], part[LANES];
+    for (int i = 0; i < LANES; i++) row[i] = _mm512_loadu_ps(from + i * dim);
+    for (int i = 0; i < LANES; i += 2) {
+        part[i] = _mm512_unpacklo_ps(row[i], row[i + 1]);
+        part[i + 1] = _mm512_unpackhi_ps(row[i], row[i + 1]);
+    }
+    for (int i = 0; i < LANES; i += 4)
+        for (int j = 0; j < 2; j++) {
+            const __m512d above = (__m512d)part[i + j], below = (__m512d)part[i + j + 2];
+            row[i + 2 * j] = (__m512)_mm512_unpacklo_pd(above, below);
+            row[i + 2 * j + 1] = (__m512)_mm512_unpackhi_pd(above, below);
+        }
+    for (int i = 0; i < 4; i++)
+        for (int half = 0; half < LANES; half += 8) {
+            part[half + i] = _mm512_shuffle_f32x4(row[half + i], row[half + i + 4], 0x88);
+            part[half + i + 4] = _mm512_shuffle_f32x4(row[half + i], row[half + i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; i++) {
+        _mm512_storeu_ps(to + i * TILE, _mm512_shuffle_f32x4(part[i], part[i + 8], 0x88));
+        _mm512_storeu_ps(to + (i + 8) * TILE, _mm512_shuffle_f32x4(part[i], part[i + 8], 0xdd));
+    }
+}
+#else
+#define HAS_SQUARES 0
+
+static inline void transpose_square(const float *from, int64_t dim, float *to)
+{
+    (void)from, (void)dim, (void)to;
+}
+#endif
+
 /* Keys [slots, dim] of a tile → [dim, TILE]. Slots that the window lacks get zeros. */
 static void transpose(const Slots *slots, int64_t first, float *keys)
 {
@@ -35,9 +73,12 @@ static void transpose(const Slots *slots, int64_t first, float *keys)
     if (count < TILE) memset(keys, 0, (size_t)(dim * TILE) * sizeof *keys);
     const float *from = slots->keys + first * dim;
     int64_t s = 0;
-    for (; s + LANES <= count; s += LANES) /* a vector of slots at a time, so that a line is written at once */
-        for (int64_t d = 0; d < dim; d++)
+    for (; s + LANES <= count; s += LANES) { /* a vector of slots at a time, so that a line is written at once */
+        int64_t d = 0;
+        for (; HAS_SQUARES && d + LANES <= dim; d += LANES) transpose_square(from + s * dim + d, dim, keys + d * TILE + s);
+        for (; d < dim; d++)
             for (int64_t l = 0; l < LANES; l++) keys[d * TILE + s + l] = from[(s + l) * dim + d];
+    }
     for (; s < count; s++)
         for (int64_t d = 0; d < dim; d++) keys[d * TILE + s] = from[s * dim + d];
 }
