@@ -64,3 +64,19 @@ def test_top_k_and_top_p(capability: int, shift: int, bits: int, by_mass: bool) 
     summed = arguments | state | {"sums": "*i64", "offset": "i32"}
     compiled(sum_digits, summed, constants | {"COUNT": COLUMNS}, capability)
     compiled(choose_digits, SEARCH | state | {"wanted": "*i64", "sums": "*i64"}, constants, capability)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_the_pass_for_log_probabilities(capability: int, kind: str) -> None:
+    from workers.sampling.triton.logprobs import join_parts, read_tile
+
+    arguments = {"logits": f"*{kind}", "tokens": "*i64", "parts": "*fp64"}
+    read = arguments | {"largest": "*fp32", "size": "i32", "stride": "i32", "blocks": "i32"}
+    joined = arguments | {"numbers": "*fp64", "tiles": "i32", "stride": "i32"}
+    found = (
+        assembled(read_tile, read, {"COUNT": 2048, "BLOCK": 64}, capability, warps=8),
+        assembled(join_parts, joined, {"TILES": 64}, capability),
+    )
+    assert [one.spilled_bytes for one in found] == [0, 0]
+    assert all(one.registers <= 128 for one in found)

@@ -153,7 +153,7 @@ def _with_unknown(best: Tensor, ids: Tensor) -> Tensor:
 
 def kernels_for(logits: Tensor) -> DecisionKernels | None:
     """The Triton kernels, on an NVIDIA GPU where the package `triton` is installed; else `None`."""
-    if not logits.is_cuda or logits.shape[1] > MOST_COLUMNS or not _has_triton():
+    if not logits.is_cuda or logits.shape[1] > MOST_COLUMNS or not has_triton():
         return None
     from workers.sampling.triton.winners import TritonDecisions
 
@@ -161,7 +161,8 @@ def kernels_for(logits: Tensor) -> DecisionKernels | None:
 
 
 @lru_cache(maxsize=1)
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether the package `triton` is installed."""
     return find_spec("triton") is not None
 
 

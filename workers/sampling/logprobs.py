@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.core.request import TokenLogprobs
+from workers.sampling import decide
 from workers.sampling.row_sums import sums_by_halves
 from workers.transfer import HostArray, HostCopies, tensor_on
 
@@ -18,6 +19,10 @@ LEAST_LOGPROB = -9999.0
 """Reported for an impossible token, because JSON has no −inf. OpenAI's API reports the same number."""
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Logits processed at a time. The limit bounds copies in float64."""
+_BLOCK = 64
+"""Tokens whose largest logit is found first. The most probable tokens are in the blocks with the largest ones."""
+RowReader = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""`workers.sampling.triton.logprobs.read_rows`"""
 
 
 def token_logprobs(
@@ -122,7 +127,11 @@ def _numbers(logits: Tensor, tokens: Sequence[int] | Tensor, count: int, listed:
     """
     if logits.is_cuda:
         chosen = tokens if isinstance(tokens, Tensor) else tensor_on(logits.device, tokens, torch.int64)
-        return numbers_together(logits, chosen.clamp(min=0), count, listed)
+        chosen = chosen.clamp(min=0)
+        reader = _row_reader()
+        if reader is None or count * _BLOCK > logits.shape[1]:
+            return numbers_together(logits, chosen, count, listed)
+        return numbers_of_blocks(reader, logits, chosen, count, listed)
     rows = zip(logits, tokens, listed, strict=True)
     return torch.stack([_row_numbers(row, token, count, names) for row, token, names in rows])
 
@@ -148,6 +157,27 @@ def numbers_together(logits: Tensor, tokens: Tensor, count: int, listed: Tensor)
     top = keys_in_order(clean.float()).topk(count, dim=1).indices
     parts = (1 + is_ahead.sum(1, keepdim=True)).double(), _log_sums(clean)[:, None], own, top.double()
     return torch.cat((*parts, clean.gather(1, top), clean.gather(1, listed)), dim=1)
+
+
+def numbers_of_blocks(read: RowReader, logits: Tensor, tokens: Tensor, count: int, listed: Tensor) -> Tensor:
+    """What `numbers_together` returns, by one pass over the logits. `count` is at most the number of whole blocks."""
+    size = logits.shape[1]
+    numbers, largest = read(logits, tokens, _BLOCK)
+    blocks = keys_in_order(largest).topk(count, dim=1).indices.sort(dim=1).values
+    columns = (blocks.unsqueeze(2) * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
+    values = _clean(logits.gather(1, columns.clamp(max=size - 1))).masked_fill_(columns >= size, -math.inf)
+    places = keys_in_order(values.float()).topk(count, dim=1).indices
+    top = columns.gather(1, places).double()
+    return torch.cat((numbers, top, values.gather(1, places), _clean(logits.gather(1, listed))), dim=1)
+
+
+def _row_reader() -> RowReader | None:
+    """What reads logits on a GPU once, if the package `triton` is installed."""
+    if not decide.has_triton():
+        return None
+    from workers.sampling.triton.logprobs import read_rows
+
+    return read_rows
 
 
 def keys_in_order(numbers: Tensor) -> Tensor:

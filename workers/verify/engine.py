@@ -51,7 +51,7 @@ from workers.verify.grammars import Grammars
 from workers.verify.prompt_logprobs import scored_count, without_prompts
 from workers.verify.sequence_state import ReadyRow, SequenceState, sequence_salt
 from workers.verify.step_profile import compile_decisions, profile_steps
-from workers.verify.verdicts import UNDECIDABLE, fault_verdict, row_problems, source_problem
+from workers.verify.verdicts import UNDECIDABLE, fault_verdict, logprobs_ahead, row_problems, source_problem
 from workers.verify.walk import TreeWalk, Walked, own_decisions
 
 
@@ -134,7 +134,10 @@ class TargetEngine:
 
         def decide(rows: Sequence[ForwardRow], contexts: Sequence[DecisionContext]) -> Decisions:
             logits = self._runner.forward(rows, PassOptions(leaders=common_leaders(one.sampling for one in contexts)))
-            return self._decider.launch(logits, contexts, HostCopies(), self._rule.needs_distribution).read()
+            copies = HostCopies()
+            launched = self._decider.launch(logits, contexts, copies, self._rule.needs_distribution)
+            logprobs_ahead(launched, [(range(len(contexts)), contexts[0].sampling)], copies)
+            return launched.read()
 
         self._runner.warm_up()
         if self._model.device.type == "cuda":

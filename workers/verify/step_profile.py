@@ -24,6 +24,7 @@ _NARROW = 16
 _GREEDY = SamplingParameters(temperature=0.0)
 _EVERY_KERNEL = (
     SamplingParameters(temperature=0.5),
+    SamplingParameters(temperature=0.5, logprobs=1),
     SamplingParameters(temperature=0.5, repetition_penalty=1.1, top_k=2, top_p=0.5, min_p=0.1),
 )
 

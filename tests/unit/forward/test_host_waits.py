@@ -30,7 +30,7 @@ VOCABULARY = 5000
 @pytest.fixture(autouse=True)
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations of torch decide, also where `triton` is installed."""
-    monkeypatch.setattr("workers.sampling.decide._has_triton", lambda: False)
+    monkeypatch.setattr("workers.sampling.decide.has_triton", lambda: False)
 
 
 def some_logits(rows: int, seed: int = 0) -> Tensor:

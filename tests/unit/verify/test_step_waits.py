@@ -39,7 +39,7 @@ SENT = EvidenceSection(taps=(1, 2), top=3, decisions=True, is_sent=True)
 @pytest.fixture(autouse=True)
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations of torch decide, also where `triton` is installed."""
-    monkeypatch.setattr("workers.sampling.decide._has_triton", lambda: False)
+    monkeypatch.setattr("workers.sampling.decide.has_triton", lambda: False)
 
 
 @pytest.fixture(scope="module")
