@@ -33,7 +33,7 @@ LOSSES = ("forward_kl", "reverse_kl", "overlap")
 """The names of the divergences."""
 
 _READ_BY: Mapping[str, tuple[str, ...]] = {
-    "field": (LAYERS, "heads", "table"),
+    "field": (LAYERS, *SHAPES),
     "student_config": (LAYERS,),
     "layers": (LAYERS, "block", "eagle", "exit", DSPARK),
     "taps": (*PATHS, *SINGLE_PROCESS),
