@@ -99,9 +99,14 @@ def _make(
         fingerprint=fingerprint(section, model, attention),
         directory=Path(section.path),
         is_tried=section.trial == "on",
-        goes_ahead=section.step_ahead == "auto" and model.device.type == "cuda" and section.tensor_parallel == 1,
+        goes_ahead=goes_ahead(section, model.device),
     )
     return TargetEngine(model, pool, decider_of_model(model, decider), options), model, pool
+
+
+def goes_ahead(section: TargetSection, device: torch.device) -> bool:
+    """Whether steps are launched before their rows come: a CPU computes when it launches, and ranks would not agree."""
+    return section.step_ahead == "on" and device.type == "cuda" and section.tensor_parallel == 1
 
 
 def _reduce_through_symmetric_memory(section: TargetSection, model: LoadedModel, rank: int) -> None:

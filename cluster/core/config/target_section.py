@@ -113,9 +113,9 @@ class TargetSection(ModelSection, PluginHost):
     symmetric_memory: Choice[Literal["off", "on"]] = "off"
     """Whether ranks on GPUs of one host sum up to 10 MiB through PyTorch's symmetric memory, if all of them pass a
     trial; else a warning says why not. It has not run on GPUs yet."""
-    step_ahead: Choice[Literal["auto", "off"]] = "auto"
-    """Whether a step is launched before its rows come; no token depends on it. `auto`: on one GPU, while nearly all
-    steps have come as they were expected. It has not run on GPUs yet."""
+    step_ahead: Choice[Literal["off", "on"]] = "off"
+    """Whether a target on one GPU launches a step before its rows come, while nearly all steps have come as they were
+    expected. No token depends on it; with several ranks and on a CPU it has no effect. It has not run on GPUs yet."""
     threads: Annotated[int, Field(ge=0), UNSHARED] = 0
     """Intra-op threads of each rank on CPU; 0 lets the placement choose."""
     step_timeout_seconds: Seconds = 120.0

@@ -10,9 +10,10 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from cluster.core.config.model_section import ModelSection
-from cluster.core.config.target_section import KvSection
+from cluster.core.config.target_section import KvSection, TargetSection
 from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal, RowFault, RowFaultCode
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
@@ -28,6 +29,7 @@ from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration
 from workers.verify import ahead
 from workers.verify.ahead import LaunchedRows, LaunchedStep, StepsAhead
+from workers.verify.build import goes_ahead
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import EngineOptions, TargetEngine
 from workers.verify.walk import TreeWalk
@@ -115,11 +117,11 @@ def test_streams_and_blocks_are_the_same_whatever_comes(
     """Sequences begin, end, are preempted and opened again, and have other drafts than those that were proposed."""
     budget = BUDGET if drafts else NO_DRAFT
     found: list[Any] = []
-    for goes_ahead in (False, True):
+    for is_ahead in (False, True):
         watched = Watched(directory, monkeypatch, ngram(directory) if drafts else None)
-        coordinator = Coordinator(watched, random.Random(seed), budget, goes_ahead=goes_ahead)
+        coordinator = Coordinator(watched, random.Random(seed), budget, goes_ahead=is_ahead)
         found.append([coordinator.run(rounds=70), coordinator.occupancies])
-        assert coordinator.ahead > 20 if goes_ahead else not coordinator.ahead
+        assert coordinator.ahead > 20 if is_ahead else not coordinator.ahead
         assert coordinator.accepted or not drafts
         kv = watched.engine.release_all()
         assert kv.blocks_free == kv.blocks_total
@@ -292,6 +294,19 @@ def test_an_engine_that_does_not_go_ahead_launches_nothing(engine: TargetEngine)
     assert not engine.goes_ahead
     assert not engine.step_ahead()
     assert engine.info().kv == free
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "expected"),
+    [
+        ({"step_ahead": "on"}, "cuda", True),
+        ({}, "cuda", False),
+        ({"step_ahead": "on"}, "cpu", False),
+        ({"step_ahead": "on", "tensor_parallel": 2}, "cuda", False),
+    ],
+)
+def test_a_target_on_one_gpu_goes_ahead_if_it_is_told_to(settings: dict[str, Any], device: str, expected: bool) -> None:
+    assert goes_ahead(TargetSection(**settings), torch.device(device)) is expected
 
 
 def rows_and_verdicts(count: int, base_len: int = 5) -> tuple[StepBatch, list[Verdict]]:

@@ -4,7 +4,8 @@ The target answers over a real socket after a fixed time, in this process, so bo
 of a round is the coordinator's loop and the wire. Its readers take every token. Requests that wait must cost nothing.
 
 With `--variants ahead`, whole rounds over an engine that plans and decides for a GPU, which stands still or computes
-nothing for the time that a pass took on an H200: with steps launched before their rows come, and without.
+nothing for the time that a pass took on an H200: with steps launched before their rows come, and without. Coordinator
+and engine share one interpreter here: a launch waits whenever the coordinator computes, which it does not in a cluster.
 """
 
 from __future__ import annotations
