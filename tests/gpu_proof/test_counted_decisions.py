@@ -43,7 +43,7 @@ def count_of(step: StepCount, name: str) -> int:
 def test_a_list_of_numbers_on_the_device_is_one_copy_to_the_host() -> None:
     with fake_device() as device, KernelCounter() as counter:
         assert torch.empty((2, 3), dtype=torch.int64, device=device).tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert (counter.reads, counter.copies) == (1, 0)
+    assert (counter.waits, counter.copies) == (1, 0)
 
 
 @pytest.mark.parametrize("rows", [
@@ -53,7 +53,7 @@ def test_a_list_of_numbers_on_the_device_is_one_copy_to_the_host() -> None:
 ], ids=["decode", "top-p", "penalties", "verify", "trees with top-p", "prompt", "mixed"])  # fmt: skip
 def test_the_host_waits_once_in_a_step(rows: tuple[Rows, ...]) -> None:
     step = count_step(WHOLE, rows)
-    assert step.reads == 1
+    assert step.waits == 1
     assert step.beside == 0
     assert count_of(step, "best_of_tiles") == count_of(step, "join_tiles") == 1
 
@@ -80,7 +80,7 @@ def test_a_second_list_of_numbers_is_a_second_wait(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(winners, "_truncations", waiting)
-    assert count_step(WHOLE, (Rows(2, 300, top_p=True),)).reads == 2
+    assert count_step(WHOLE, (Rows(2, 300, top_p=True),)).waits == 2
 
 
 def test_rows_without_truncation_launch_two_kernels_and_what_fills_their_inputs() -> None:
@@ -119,10 +119,10 @@ def test_ranks_exchange_sums_by_digits_of_rows_with_top_p_and_winners_of_all_row
     assert [kernel.bytes for kernel in step.decisions if kernel.name == "sum_digits"] == [3 * ROW // 8] * 6
     assert [kernel.bytes * 8 // ROW for kernel in step.decisions if kernel.name == "best_of_tiles"] == [5]
     assert {"amax", "amin", "masked_fill"} <= set(names(step)), "winners of all ranks are merged on each"
-    assert step.reads == 1
+    assert step.waits == 1
     assert len(step.all_reduces) == 2 * LAYERS
     alone = count_step(RANK, (Rows(5, 300),))
-    assert alone.reads == 1
+    assert alone.waits == 1
     assert predict(step).sampling_seconds > predict(alone).sampling_seconds
 
 

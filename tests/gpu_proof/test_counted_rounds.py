@@ -39,18 +39,22 @@ def found(rows: int) -> RoundCount:
 def test_a_round_launches_as_much_for_any_number_of_rows() -> None:
     """Each depth is one graph. Beside it the host copies where its windows are, and reads its candidates."""
     rounds_ = one, eight, many = [found(rows) for rows in (1, 8, 64)]
-    names = [[[kernel.name for kernel in kernels] for kernels in (*of.passes, of.beside)] for of in rounds_]
+    names = [
+        [[kernel.name for kernel in kernels] for kernels in (*of.drafts.passes, of.drafts.beside)] for of in rounds_
+    ]
     assert names[0] == names[1] == names[2]
-    assert len(one.passes) == DRAFT.max_depth, "committed tokens, and all depths but the last"
-    assert {of.copies for of in rounds_} == {1 + len(one.passes)}, "taps, and where the windows of each pass are"
-    assert {of.reads for of in rounds_} == {2 * DRAFT.max_depth}, "tokens and confidences"
-    assert {of.target.reads for of in rounds_} == {2}, "decisions, then hidden states"
+    assert len(one.drafts.passes) == DRAFT.max_depth, "committed tokens, and all depths but the last"
+    assert {of.drafts.copies for of in rounds_} == {1 + len(one.drafts.passes)}, (
+        "taps, and where the windows of each pass are"
+    )
+    assert {of.drafts.waits for of in rounds_} == {2 * DRAFT.max_depth}, "tokens and confidences"
+    assert {of.target.waits for of in rounds_} == {1}, "decisions and hidden states together"
     assert many.target.shown_bytes == 64 * TOKENS * 3 * 4096 * 2
     assert predict_round(one).seconds < predict_round(eight).seconds < predict_round(many).seconds
 
 
 def test_the_heads_graphs_are_those_of_all_sizes() -> None:
-    assert found(1).graphs == len(drafting_graph_sizes()) + len(drafting_graph_sizes((1, 2, 4), MOST_RANKED))
+    assert found(1).drafts.graphs == len(drafting_graph_sizes()) + len(drafting_graph_sizes((1, 2, 4), MOST_RANKED))
 
 
 def test_a_wait_inside_a_pass_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ class EvidenceCollector:
         Nothing is done on a CPU; what is much follows in `complete`, for accepted nodes alone. Of several ranks, all
         must call this.
         """
-        if not logits.is_cuda:
+        if not is_on_device(logits):
             return
         if self.ranked(rows) and 0 < len(logits) <= _MOST_RANKED:
             found = self._decider.most_probable(logits, self._section.top)

@@ -22,8 +22,8 @@ NARROW, WIDE = "attend_tiles", "attend_wide_tiles"
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """What the attention of a layer does for a query and for a token."""
+class LayerAttention:
+    """What the attention of a layer does for a query and for a token. Its kernels follow from the rows of a step."""
 
     query_bytes: int
     """Bytes of one query of all heads and of its result."""
@@ -49,6 +49,8 @@ class CountedAttention(TritonBackend):
         self.rows: Sequence[RowShape] = ()
         """The rows of the step, which a graph does not know."""
         self.kv_bytes = 0
+        self.layers: list[LayerAttention] = []
+        """Those of the layers that attended, in order."""
 
     def attend(
         self,
@@ -59,7 +61,7 @@ class CountedAttention(TritonBackend):
     ) -> torch.Tensor:
         shape, placement = self._layers[layer], self._store.kv_groups.placements[layer]
         heads, dim, element, of_value = queries.shape[1], queries.shape[2], queries.element_size(), shape.value_dim
-        of = _Layer(
+        of = LayerAttention(
             query_bytes=heads * (dim + of_value) * element,
             part_bytes=heads * (of_value + 2) * FLOAT_BYTES,
             token_bytes=self._token_bytes(layer, element),
@@ -68,6 +70,7 @@ class CountedAttention(TritonBackend):
             readers=1 if shape.latent_dim is None else latent_groups(shape.heads_per_kv),
             window=placement.window.size,
         )
+        self.layers.append(of)
         self.kv_bytes += sum(_keys(row, of.window) + row.width for row in self.rows) * of.token_bytes
         counted: set[bool] = set()
         for plan in metadata.queries[placement.window]:
@@ -111,7 +114,13 @@ class CountedAttention(TritonBackend):
         return fresh.queries.new_empty((len(fresh.queries), fresh.queries.shape[1] // fresh.dim, fresh.dim))
 
 
-def _narrow(rows: Sequence[RowShape], of: _Layer) -> Kernel:
+def attention_kernels(rows: Sequence[RowShape], of: LayerAttention) -> list[Kernel]:
+    """What a layer launches to attend in a step of these rows: a kernel for narrow rows, and one for wider ones."""
+    narrow, wide = [row for row in rows if row.width <= WORD], [row for row in rows if row.width > WORD]
+    return [*([_narrow(narrow, of)] if narrow else ()), *([_wide(wide, of)] if wide else ())]
+
+
+def _narrow(rows: Sequence[RowShape], of: LayerAttention) -> Kernel:
     """The kernel of rows of up to 64 tokens. Each tile of queries reads the keys of its row."""
     moved = 0
     for row in rows:
@@ -123,7 +132,7 @@ def _narrow(rows: Sequence[RowShape], of: _Layer) -> Kernel:
     return Kernel(NARROW, moved, sum(_seen(row, of.window) for row in rows) * of.pair_flops, steps=longest)
 
 
-def _wide(rows: Sequence[RowShape], of: _Layer) -> Kernel:
+def _wide(rows: Sequence[RowShape], of: LayerAttention) -> Kernel:
     """The kernel of wider rows. That tiles read keys again is in what it achieves of its operations."""
     moved = sum(_keys(row, of.window) * of.token_bytes + row.width * of.query_bytes for row in rows)
     return Kernel(WIDE, moved, sum(_seen(row, of.window) for row in rows) * of.pair_flops)

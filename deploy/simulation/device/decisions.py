@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -117,15 +117,24 @@ class Decided:
     """In order, with what ranks send each other."""
     copies: int
     """Tensors copied to the device."""
-    reads: int
-    """Tensors copied to the host, which waits for them."""
+    waits: int
+    """Times that the host waits for the device."""
+    read_bytes: int
+    """Bytes copied to the host."""
 
 
-def count_decisions(model: LoadedModel, ranks: int, logits: torch.Tensor, rows: Iterable[RowDecisions]) -> Decided:
+def count_decisions(
+    model: LoadedModel,
+    ranks: int,
+    logits: torch.Tensor,
+    rows: Iterable[RowDecisions],
+    launch_beside: Callable[[Decider, HostCopies], None] = lambda *_: None,
+) -> Decided:
     """Let the first of some ranks decide, with logits `[decisions, vocabulary (this rank's part)]`.
 
     Each rank finds its best scores and tokens, which all exchange. For rows with top-k or top-p they also exchange sums
     by digit of their logits. Where log-probabilities are asked for, the first rank gathers the logits of the rows.
+    `launch_beside` adds what else the host reads with the tokens.
     """
     counter = KernelCounter()
     kernels = CountedDecisions(counter)
@@ -134,5 +143,8 @@ def count_decisions(model: LoadedModel, ranks: int, logits: torch.Tensor, rows: 
         exchange = CountedExchange(ranks, counter)
         decider = GroupDecider(replace(model, tensor_parallel=ranks), 0, exchange, kernels)
     with counter, torch.inference_mode():
-        decider.launch(logits, StepContexts(list(rows)), HostCopies()).read()
-    return Decided(tuple(counter.eager()), counter.copies, counter.reads)
+        copies = HostCopies()
+        launched = decider.launch(logits, StepContexts(list(rows)), copies)
+        launch_beside(decider, copies)
+        launched.read()
+    return Decided(tuple(counter.eager()), counter.copies, counter.waits, counter.read_bytes)

@@ -116,10 +116,10 @@ class CountedCaptures:
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         counter, self.captured = self._counter, self.captured + 1
-        begin, copies, reads = len(counter.operations), counter.copies, counter.reads
+        begin, copies, waits = len(counter.operations), counter.copies, counter.waits
         with counter:
             function()
-        if (counter.copies, counter.reads) != (copies, reads):
+        if (counter.copies, counter.waits) != (copies, waits):
             raise RuntimeError("a captured pass copies from or to the host")
         launched = counter.operations[begin:]
         del counter.operations[begin:]
@@ -131,25 +131,27 @@ class CountedCaptures:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundCount:
-    """What one round of a target with an EAGLE head on its GPU does."""
+class DraftCount:
+    """What an EAGLE head on the target's GPU does between two steps."""
 
-    target: StepCount
     passes: tuple[tuple[Kernel, ...], ...]
     """Launched by each graph of the head: over committed tokens, then for each depth of the trees."""
     beside: tuple[Kernel, ...]
     """Launched by the host for the drafts, beside these graphs."""
     copies: int
     """Tensors copied to the device for the drafts."""
-    reads: int
-    """Tensors copied to the host for the drafts, which waits for them."""
+    waits: int
+    """Times that the host waits for the device, to read what the drafts need."""
     graphs: int
     """Graphs of the head."""
 
-    @property
-    def draft_kernels(self) -> int:
-        """Kernels that are launched for the drafts."""
-        return len(self.beside) + sum(map(len, self.passes))
+
+@dataclass(frozen=True, slots=True)
+class RoundCount:
+    """What one round of a target with an EAGLE head on its GPU does."""
+
+    target: StepCount
+    drafts: DraftCount
 
 
 def eagle_shape(name: str) -> EagleShape:
@@ -176,12 +178,17 @@ def eagle_taps(name: str) -> tuple[int, ...]:
 
 
 def count_eagle_round(model: RankModel, rows: int, stored: int, draft: DraftSection) -> RoundCount:
-    """Count a round in which the target verifies a chain of the draft's most nodes in each row, and accepts it.
+    """Count a round in which the target verifies a chain of the draft's most nodes in each row, and accepts it."""
+    target = count_step(model, (Rows(rows, stored, nodes=draft.max_nodes),), taps=eagle_taps(model.name))
+    return RoundCount(target, count_eagle_drafts(model, rows, stored, draft))
+
+
+def count_eagle_drafts(model: RankModel, rows: int, stored: int, draft: DraftSection) -> DraftCount:
+    """Count what a head does after a step in which each row accepted the first path of its tree.
 
     The head sees the accepted tokens, and grows the next trees. Its first candidates are by far the most probable, so
     the trees are as deep as the draft may be.
     """
-    target = count_step(model, (Rows(rows, stored, nodes=draft.max_nodes),), taps=eagle_taps(model.name))
     counter = KernelCounter()
     with fake_device() as device, counted_modules(counter) as windows, torch.inference_mode():
         captures = CountedCaptures(counter)
@@ -195,16 +202,15 @@ def count_eagle_round(model: RankModel, rows: int, stored: int, draft: DraftSect
         accepted = [_first_path(one.tree) for one in drafted]
         captures.inside.clear()
         counter.operations.clear()
-        counter.copies = counter.reads = 0
+        counter.copies = counter.waits = 0
         windows.slots = rows * stored
         with counter:
             drafter.propose(_rows(model.name, rows, stored + 3 + len(accepted[0]), accepted, draft))
-    return RoundCount(
-        target,
+    return DraftCount(
         tuple(tuple(operation.kernel for operation in one) for one in captures.inside),
         tuple(counter.eager()),
         counter.copies,
-        counter.reads,
+        counter.waits,
         captures.captured,
     )
 

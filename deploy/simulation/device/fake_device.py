@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from workers import transfer
 from workers.forward import experts, latent_heads, linear
 
 DEVICE = "pilotfish_fake"
@@ -73,16 +74,31 @@ def _device() -> torch.device:
 def fake_device() -> Iterator[torch.device]:
     """Inside, all tensors are fake; those on the yielded device are on a GPU that nobody has.
 
-    Lists of their numbers count from 0. To make one, the host copies the whole tensor and waits, as on a GPU.
+    Lists of their numbers count from 0. To make one, the host copies the whole tensor and waits, as on a GPU. Tensors
+    that are copied together are waited for once.
     """
     device = _device()
-    with FakeTensorMode(), patch.object(FakeTensor, "tolist", _listed), patch.object(FakeTensor, "numpy", _counted):
+    with (
+        FakeTensorMode(),
+        patch.object(FakeTensor, "tolist", _listed),
+        patch.object(FakeTensor, "numpy", _counted),
+        patch.object(transfer, "wait_for_device", _waited),
+    ):
         yield device
 
 
 def _counted(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """An array of a host tensor's shape that counts from 0."""
-    return np.arange(tensor.numel()).reshape(tuple(tensor.shape))
+    """An array of a host tensor's shape and type that counts from 0. Raises `TypeError` for types that NumPy lacks."""
+    kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    return np.arange(tensor.numel()).astype(kind).reshape(tuple(tensor.shape))
+
+
+def _waited(device: torch.device) -> None:
+    """Note a wait for copies to the host that were launched before."""
+    if device.type == DEVICE:
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, KernelCounter):
+                mode.waits += 1
 
 
 def _listed(tensor: torch.Tensor) -> Any:
@@ -100,8 +116,10 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.copies = 0
         """Tensors copied from the host to the device."""
-        self.reads = 0
-        """Tensors copied from the device to the host, which waits for it."""
+        self.waits = 0
+        """Times that the host waits for the device, to read what is copied from it."""
+        self.read_bytes = 0
+        """Bytes copied from the device to the host."""
         self.region = 0
         """Number of the region that is computed; 0 outside of all."""
 
@@ -135,8 +153,11 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any(on_device):
             return output
         if not all(on_device) and "copy" in function.__name__:
-            is_read = outputs[0].device.type != DEVICE
-            self.reads, self.copies = self.reads + is_read, self.copies + (not is_read)
+            if outputs[0].device.type == DEVICE:
+                self.copies += 1
+            else:
+                self.waits += not kwargs.get("non_blocking")
+                self.read_bytes += sum(_bytes(one) for one in outputs)
         elif not _is_free(function, inputs, outputs):
             kernel = _kernel(function, args, kwargs, output)
             region = 0 if kernel.flops else self.region

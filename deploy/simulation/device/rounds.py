@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from cluster.core.config.draft_section import DraftSection
-from deploy.simulation.device.drafting import RoundCount, count_eagle_round
+from deploy.simulation.device.drafting import DraftCount, RoundCount, count_eagle_round
 from deploy.simulation.device.models import RankModel
 from deploy.simulation.device.prediction import kernel_seconds, launched_seconds, predict
 from deploy.simulation.device.speeds import H100, Device
@@ -23,7 +23,7 @@ class PredictedRound:
 
     target_seconds: float
     shown_seconds: float
-    """Hidden states of accepted positions, to the host and back."""
+    """Tokens and hidden states to the host, and those of accepted positions back."""
     draft_seconds: float
 
     @property
@@ -33,13 +33,17 @@ class PredictedRound:
 
 
 def predict_round(found: RoundCount, device: Device = H100) -> PredictedRound:
-    """Predict the times of a round. The head's passes are CUDA graphs; what is beside them is launched by the host."""
-    captured = [kernel for kernels in found.passes for kernel in kernels]
-    drafts = sum(kernel_seconds(kernel, device) + device.graph_launch_seconds for kernel in captured)
-    drafts += sum(launched_seconds(kernel, 1, device) for kernel in found.beside)
+    """Predict the times of a round."""
     shown = sum(launched_seconds(kernel, 1, device) for kernel in found.target.shown)
-    shown += 2 * found.target.shown_bytes / device.host_bytes_per_second
-    return PredictedRound(predict(found.target, device).seconds, shown, drafts)
+    shown += (found.target.read_bytes + found.target.shown_bytes) / device.host_bytes_per_second
+    return PredictedRound(predict(found.target, device).seconds, shown, draft_seconds(found.drafts, device))
+
+
+def draft_seconds(found: DraftCount, device: Device = H100) -> float:
+    """Predict the time of drafts. The head's passes are CUDA graphs; what is beside them is launched by the host."""
+    captured = [kernel for kernels in found.passes for kernel in kernels]
+    inside = sum(kernel_seconds(kernel, device) + device.graph_launch_seconds for kernel in captured)
+    return inside + sum(launched_seconds(kernel, 1, device) for kernel in found.beside)
 
 
 def rounds_table(model: RankModel) -> Table:
@@ -60,10 +64,10 @@ def rounds_table(model: RankModel) -> Table:
         found = count_eagle_round(model, rows, _STORED, draft)
         times = predict_round(found)
         table.title = f"{model.name} after {_STORED} tokens with an EAGLE head of one layer, whose passes are "
-        table.title += f"{found.graphs} CUDA graphs, in bfloat16 on one H100: predicted"
+        table.title += f"{found.drafts.graphs} CUDA graphs, in bfloat16 on one H100: predicted"
         counts = (
-            *(found.target.launches, len(found.passes), len(found.passes[-1]), len(found.beside)),
-            *(found.target.copies + found.copies, found.target.reads + found.reads),
+            *(found.target.launches, len(found.drafts.passes), len(found.drafts.passes[-1]), len(found.drafts.beside)),
+            *(found.target.copies + found.drafts.copies, found.target.waits + found.drafts.waits),
         )
         seconds = (times.target_seconds, times.shown_seconds, times.draft_seconds, times.seconds)
         table.add_row(f"{rows} × {1 + draft.max_nodes}", *map(str, counts), *(f"{1e3 * one:.2f}" for one in seconds))

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
-from cluster.core.config.target_section import KvSection
+from cluster.core.config.target_section import EvidenceSection, KvSection
+from cluster.core.drafting import DraftBudget
+from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
-from deploy.simulation.device.attention import CountedAttention
+from cluster.core.verification import Verdict, VerifyRow
+from deploy.simulation.device.attention import CountedAttention, LayerAttention
 from deploy.simulation.device.decisions import ALL_GATHER, GATHER, CountedCopies, count_decisions
 from deploy.simulation.device.fake_device import Kernel, KernelCounter, fake_device
 from deploy.simulation.device.kernels import ALL_REDUCE, WAIT, CountedExperts, CountedKernels, CountedStreamExperts
@@ -30,9 +35,11 @@ from workers.forward.recurrent import bind_recurrent
 from workers.forward.runner import ForwardRow, ModelRunner, attention_setting
 from workers.kv.groups import group_layers
 from workers.kv.pool import KvPool
+from workers.sampling.acceptance import Accepted
 from workers.sampling.context import RowDecisions
 from workers.transfer import HostCopies
-from workers.verify.evidence import launched_states
+from workers.verify.decider import Decider
+from workers.verify.evidence import EvidenceCollector
 
 _SENT = (ALL_REDUCE, WAIT, ALL_GATHER, GATHER)
 """What ranks send each other, among the kernels of a step."""
@@ -107,12 +114,16 @@ class StepCount:
     """Launched to decide, after the pass, with what ranks send each other."""
     moves: tuple[Kernel, ...] = ()
     """Launched to move the keys and values of accepted nodes, after the decisions."""
-    reads: int = 0
-    """Tensors copied to the host, which waits for them."""
+    waits: int = 0
+    """Times that the host waits for the device."""
+    read_bytes: int = 0
+    """Bytes copied to the host: tokens, and hidden states at all nodes if there are few, else at accepted ones."""
     shown: tuple[Kernel, ...] = ()
     """Launched to copy hidden states to the host."""
+    attention: tuple[LayerAttention, ...] = ()
+    """That of each layer that attends."""
     shown_bytes: int = 0
-    """Bytes of these hidden states."""
+    """Bytes of the hidden states at accepted positions, which a drafting module on the device reads."""
 
     @property
     def launches(self) -> int:
@@ -171,14 +182,16 @@ def count_step(model: RankModel, rows: Sequence[Rows], taps: tuple[int, ...] = (
             count_recurrences(recurrent, CountedRecurrences(counter, longest, moves))
         batch = [(row, kind) for kind in rows for row in _forward_rows(pool, kind)]
         logits, beside, share = pass_.run([row for row, _ in batch])
-        decided = count_decisions(loaded, model.ranks, logits, (kind.decisions() for _, kind in batch))
+        shown, evidence = KernelCounter(), _ShownStates(runner, taps, batch)
+        rows_decided = (kind.decisions() for _, kind in batch)
+        decided = count_decisions(loaded, model.ranks, logits, rows_decided, partial(evidence.launch, logits))
+        with shown:
+            for index, (_, kind) in enumerate(batch):
+                evidence.collect(index, kind.accepted)
+            shown_bytes = evidence.complete()
         with moved, pool.moving_together():
             for row, kind in batch:
                 runner.commit(row, kind.accepted)
-        shown = KernelCounter()
-        with shown:
-            states = [runner.hidden_of(index, kind.accepted) for index, (_, kind) in enumerate(batch) if taps]
-            launched_states(states, HostCopies())()
         is_compiled = not loaded.states
         return StepCount(
             sequence=tuple(counter.fused() if is_compiled else counter.eager()),
@@ -186,11 +199,13 @@ def count_step(model: RankModel, rows: Sequence[Rows], taps: tuple[int, ...] = (
             copies=counter.copies + beside.copies,
             decisions=decided.kernels,
             moves=tuple(moved.eager()),
-            reads=counter.reads + beside.reads + decided.reads + moved.reads + shown.reads,
+            waits=counter.waits + beside.waits + decided.waits + moved.waits + shown.waits,
+            read_bytes=decided.read_bytes + shown.read_bytes,
             shown=tuple(shown.eager()),
-            shown_bytes=sum(one.numel() * one.element_size() for one in states),
+            shown_bytes=shown_bytes,
             weight_bytes=weight_bytes + sum(one.read for one in pass_.experts),
             kv_bytes=pass_.attention.kv_bytes,
+            attention=tuple(pass_.attention.layers),
             is_fused=is_fused,
             state_bytes=0 if pool.states is None else pool.states.size * _state_moves(rows),
             is_captured=share is not None,
@@ -239,12 +254,49 @@ class _CountedPass:
     def count(self, function: Callable[[], object]) -> None:
         """Call the function, and count what it launches in place of what was launched before."""
         self.attention.kv_bytes = 0
+        self.attention.layers.clear()
         self.counter.operations.clear()
         for one in self.experts:
             one.read = 0
         counter = self.counter
         with _all_reduces(self._module, self._model, counter), _regions(self._module, counter) as self.begins, counter:
             function()
+
+
+class _ShownStates:
+    """The hidden states that the host reads of a step, by the collector of targets that serve; nothing without taps."""
+
+    def __init__(self, runner: ModelRunner, taps: tuple[int, ...], batch: Sequence[tuple[ForwardRow, Rows]]) -> None:
+        self._runner, self._section = runner, EvidenceSection(taps=taps)
+        is_asked = DraftBudget(max_nodes=1, max_depth=1)
+        self._rows = [
+            VerifyRow(SequenceId(f"s{index}"), kind.stored + kind.fresh, row.tokens, row.tree, next_budget=is_asked)
+            for index, (row, kind) in enumerate(batch)
+        ]
+        ends = accumulate(len(row.select) for row, _ in batch)
+        self._owns = [range(end - len(row.select), end) for end, (row, _) in zip(ends, batch, strict=True)]
+        self._collector: EvidenceCollector | None = None
+        self._verdicts: dict[SequenceId, Verdict] = {}
+
+    def launch(self, logits: torch.Tensor, decider: Decider, copies: HostCopies) -> None:
+        """Launch what arrives with the decisions."""
+        if self._section.any:
+            self._collector = EvidenceCollector(self._section, self._runner, decider, is_alone=True)
+            self._collector.launch(self._rows, self._owns, logits, copies)
+
+    def collect(self, index: int, nodes: Sequence[int]) -> None:
+        """Take those of a row, of whose tree these nodes are accepted."""
+        if self._collector is not None:
+            row, accepted = self._rows[index], Accepted(tuple(nodes), (0,) * (len(nodes) + 1))
+            evidence = self._collector.collect(index, row, accepted, (), torch.empty(0))
+            self._verdicts[row.sequence_id] = Verdict(row.sequence_id, row.base_len, evidence=evidence)
+
+    def complete(self) -> int:
+        """Read what did not arrive with the decisions. Returns the bytes of all that were taken."""
+        if self._collector is not None:
+            self._collector.complete(self._verdicts)
+        found = (verdict.evidence for verdict in self._verdicts.values())
+        return sum(len(one.hidden.data) for one in found if one is not None and one.hidden is not None)
 
 
 def _state_moves(rows: Sequence[Rows]) -> int:
