@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import typer
@@ -62,13 +63,18 @@ def faults(
 @simulate.command()
 @command_with_options(CapacityOptions)
 def capacity(options: CapacityOptions) -> None:
-    """Simulate a cluster of any size under load: throughput, latency percentiles, idle time, speed-up per GPU."""
+    """Simulate a cluster of any size under load: throughput, latency percentiles, idle time, speed-up per GPU.
+
+    Steps and drafts take what `simulate step` predicts of --model, --ranks, --draft and --device, or measured times.
+    """
     from deploy.simulation.capacity.capacity_run import simulate_capacity
+    from deploy.simulation.capacity.predicted_times import times_of
     from deploy.simulation.capacity.report import markdown, write
 
-    times = options.times()
-    wanted = {"drafts": True} if options.drafters else {}
-    if options.plain or not options.drafters:
+    with ProgressReporter(notices, "times of steps") as report:
+        times = times_of(options, lambda share: report(share, "steps are counted"))
+    wanted = {"drafts": True} if options.has_drafts else {}
+    if options.plain or not options.has_drafts:
         wanted["plain"] = False
     runs = {}
     for name, drafts in wanted.items():
@@ -80,41 +86,38 @@ def capacity(options: CapacityOptions) -> None:
             output.print(f"wrote {file}", markup=False)
 
 
-@simulate.command()
-def step(
-    model: Annotated[str, typer.Option(help="Name of a model whose configuration is known.")] = "Llama-3.1-8B",
-    ranks: Annotated[int, typer.Option(help="Ranks that share the model; one of them is simulated.")] = 1,
-    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], typer.Option(help="As `target.kv.dtype`.")] = "auto",
-    symmetric_memory: Annotated[
-        Literal["off", "on"], typer.Option(help="As `target.symmetric_memory`: how ranks sum.")
-    ] = TargetSection.model_fields["symmetric_memory"].default,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """A model, its GPUs, and what of it is predicted."""
+
+    model: Annotated[str, "Name of a model whose configuration is known."] = "Llama-3.1-8B"
+    ranks: Annotated[int, "Ranks that share the model, a GPU each; one of them is simulated."] = 1
+    device: Annotated[Literal["H100", "H200"], "The GPU of each rank."] = "H100"
+    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], "As `target.kv.dtype`."] = "auto"
+    symmetric_memory: Annotated[Literal["off", "on"], "As `target.symmetric_memory`: how ranks sum."] = (
+        TargetSection.model_fields["symmetric_memory"].default
+    )
     prompts: Annotated[
         bool, typer.Option("--prompts", help="Instead, predict a long prompt by `scheduler.max_prompt_tokens`.")
-    ] = False,
+    ] = False
     draft: Annotated[
-        Literal["none", "eagle"], typer.Option(help="`eagle`: instead, predict rounds with an EAGLE head on the GPU.")
-    ] = "none",
-) -> None:
-    """Predict the time of a target's steps on an H100, from their kernels, bytes and operations; no GPU is needed."""
-    from deploy.simulation.device.models import MODELS, RankModel, kv_heads
+        Literal["none", "eagle"], "`eagle`: instead, predict rounds with an EAGLE head on the target's GPU."
+    ] = "none"
+
+
+@simulate.command()
+@command_with_options(StepOptions)
+def step(options: StepOptions) -> None:
+    """Predict the time of a target's steps on a GPU, from their kernels, bytes and operations; no GPU is needed."""
+    from deploy.simulation.device.models import check_eagle, rank_model
     from deploy.simulation.device.prediction import prediction_table, prompts_table
     from deploy.simulation.device.rounds import rounds_table
+    from deploy.simulation.device.speeds import DEVICES
 
-    if model not in MODELS:
-        raise ConfigurationError(f"--model {model}: unknown; it must be one of {', '.join(MODELS)}")
-    if ranks < 1 or kv_heads(model) % ranks:
-        raise ConfigurationError(f"--ranks {ranks}: refused; it must divide the {kv_heads(model)} KV heads of {model}")
-    if ranks > 1 and MODELS[model].model_type == "gpt_oss":
-        raise ConfigurationError(f"--ranks {ranks}: refused; for {model}, whose experts have biases, it must be 1")
-    if ranks > 1 and MODELS[model].model_type == "qwen3_next":
-        raise ConfigurationError(f"--ranks {ranks}: refused; for {model}, whose states are not divided, it must be 1")
-    rank = RankModel(model, ranks, kv_dtype=kv_dtype)
-    if draft == "eagle":
-        if ranks > 1:
-            raise ConfigurationError(f"--ranks {ranks}: refused; with --draft eagle it must be 1")
-        if type(MODELS[model]).__name__ not in ("LlamaConfig", "Qwen3Config"):
-            raise ConfigurationError(f"--model {model}: refused; with --draft eagle its layers must be dense")
-        output.print(rounds_table(rank))
+    rank, device = rank_model(options.model, options.ranks, options.kv_dtype), DEVICES[options.device]
+    if options.draft == "eagle":
+        check_eagle(rank)
+        output.print(rounds_table(rank, device))
         return
-    table = prompts_table if prompts else prediction_table
-    output.print(table(rank, symmetric_memory=symmetric_memory == "on"))
+    table = prompts_table if options.prompts else prediction_table
+    output.print(table(rank, device, symmetric_memory=options.symmetric_memory == "on"))

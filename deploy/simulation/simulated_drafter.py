@@ -23,12 +23,13 @@ class DrafterSpeed:
     """Time per level of the deepest tree: one pass of a draft model."""
     token_seconds: float = 0.0
     """Time per committed token that the drafter has not seen."""
+    level_row_seconds: float = 0.0
+    """Time per level of the deepest tree and row."""
 
     def seconds(self, rows: int, depth: int, new_tokens: int) -> float:
         """The time of one call."""
-        return (
-            self.call_seconds + rows * self.row_seconds + depth * self.depth_seconds + new_tokens * self.token_seconds
-        )
+        levels = depth * (self.depth_seconds + rows * self.level_row_seconds)
+        return self.call_seconds + rows * self.row_seconds + levels + new_tokens * self.token_seconds
 
 
 @dataclass(frozen=True, slots=True)

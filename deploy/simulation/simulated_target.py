@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from cluster.core.drafting import DraftRow, Proposal, RowFault, RowFaultCode
 from cluster.core.errors import KvPoolExhausted
@@ -25,8 +26,18 @@ from deploy.simulation.block_memory import BlockMemory, BlockTable
 from deploy.simulation.hashed_model import HashedModel
 from deploy.simulation.simulated_drafter import SimulatedDrafter
 
-StepTime = Callable[[int, int, int], float]
-"""Seconds of one step, from its rows, its tokens and the tokens that are stored of its sequences."""
+
+class StepRow(NamedTuple):
+    """A row of a step, as far as the time of the step depends on it."""
+
+    stored: int
+    """Tokens whose keys and values are stored."""
+    width: int
+    """Tokens that are computed, those of a draft included."""
+
+
+StepTime = Callable[[Sequence[StepRow]], float]
+"""Seconds of one step, from its rows."""
 
 
 def effective_seed(sampling: SamplingParameters) -> int:
@@ -116,8 +127,7 @@ class SimulatedTarget:
 
     def seconds(self, batch: StepBatch) -> float:
         """How long the step takes, in seconds, without the drafts for the next one."""
-        held = sum(row.base_len for row in batch.rows)
-        return self._step_time(len(batch.rows), sum(row.width for row in batch.rows), held)
+        return self._step_time([StepRow(row.start_len, row.width) for row in batch.rows])
 
     def draft_seconds(self, batch: StepBatch) -> float:
         """How long the drafts for the next step take, in seconds."""

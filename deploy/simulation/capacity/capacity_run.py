@@ -21,7 +21,7 @@ from deploy.simulation.network import Network
 from deploy.simulation.nodes import CoordinatorAddresses, CoordinatorNode, DrafterNode, TargetNode
 from deploy.simulation.simulated_drafter import DrafterSkill, SimulatedDrafter
 from deploy.simulation.simulated_ingress import HEARTBEAT_SECONDS, SimulatedDirectory, routed
-from deploy.simulation.simulated_target import SimulatedTarget, TargetStart
+from deploy.simulation.simulated_target import SimulatedTarget, StepRow, TargetStart
 from deploy.simulation.virtual_time import now, run_virtual
 from deploy.simulation.weather import Fate, Weather
 from pilotfish.v1 import generation_pb2
@@ -79,8 +79,7 @@ class CapacityRun:
 
 def simulate_capacity(options: CapacityOptions, times: Times, report: Report, *, drafts: bool = True) -> CapacityRun:
     """Simulate the load. `report` receives the share that is done, and a text."""
-    drafts = drafts and (options.drafters > 0 or options.placement == "target")
-    return run_virtual(CapacityCluster(options, times, drafts=drafts).measure(report))
+    return run_virtual(CapacityCluster(options, times, drafts=drafts and options.has_drafts).measure(report))
 
 
 class _Distances(Weather):
@@ -209,7 +208,7 @@ class CapacityCluster:
         decoding = [answer for answer in done if answer.tokens > answer.first_tokens]
         scale = 1 / options.share
         elsewhere = self._drafts and not self._configuration.draft.is_colocated
-        gpus = options.targets * options.target_gpus + (options.drafters if elsewhere else 0)
+        gpus = options.targets * options.ranks + (options.drafters if elsewhere else 0)
         return CapacityRun(
             gpus=gpus,
             tokens_per_second=scale * sum(count for at, count in self._delivered if at >= warm) / window,
@@ -226,8 +225,8 @@ class CapacityCluster:
     def _target(self, index: int) -> TargetNode:
         memory = BlockMemory(-(-self._options.kv_tokens // BLOCK_SIZE), BLOCK_SIZE)
 
-        def step(rows: int, tokens: int, held: int) -> float:
-            return self._times.step(rows, tokens, held) + self._times.round_seconds
+        def step(rows: Sequence[StepRow]) -> float:
+            return self._times.step(rows) + self._times.round_seconds
 
         start = TargetStart("1", min(CONTEXT_TOKENS, self._options.kv_tokens), self._times.profile())
         own = self._skilled() if self._configuration.draft.is_colocated else None

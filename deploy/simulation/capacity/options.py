@@ -9,13 +9,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import check_at_least, check_directory, refuse
-from deploy.simulation.capacity.step_times import Times, measured_times
-from deploy.simulation.device.speeds import H100, PRODUCTS
-from deploy.simulation.simulated_drafter import DrafterSpeed
 
-ROOFLINE = "roofline"
+PREDICTED = "predicted"
+"""The step times that are not in a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class CapacityOptions:
 
     targets: Annotated[int, "Number of target replicas."] = 4
     drafters: Annotated[int, "Number of drafters; 0 decodes without drafts."] = 4
-    target_gpus: Annotated[int, "GPUs of one target."] = 1
+    ranks: Annotated[int, "Ranks that share a target, a GPU each; one of them is predicted."] = 1
     arrivals: Annotated[
         float, typer.Option(metavar="RATE", help="Requests per second on the whole cluster, at random intervals.")
     ] = 8.0
@@ -44,21 +43,24 @@ class CapacityOptions:
     network_delay: Annotated[float, "Time of a message, in seconds."] = 0.0002
     drafter_delay: Annotated[float, "Further time of a message to or from a drafter, in seconds."] = 0.0
     step_times: Annotated[
-        str, typer.Option(metavar="FILE|roofline", help="A JSON file of measured times, or the roofline options.")
-    ] = ROOFLINE
-    target_parameters: Annotated[float, "Roofline: parameters of the target."] = 8e9
-    draft_parameters: Annotated[float, "Roofline: parameters of the draft model."] = 3e8
-    bytes_per_parameter: Annotated[float, "Roofline: bytes of a parameter."] = 2.0
-    bandwidth: Annotated[float, "Roofline: bytes per second that a GPU reads."] = round(
-        H100.bytes_per_second * PRODUCTS.bytes, -10
+        str,
+        typer.Option(
+            metavar="predicted|FILE",
+            help="`predicted`: the steps of --model on --device, as `simulate step` predicts them, from their kernels; "
+            "or a JSON file of measured times.",
+        ),
+    ] = PREDICTED
+    model: Annotated[str, "Predicted: the target, by the name of a model whose configuration is known."] = (
+        "Llama-3.1-8B"
     )
-    flops: Annotated[float, "Roofline: operations per second of a GPU."] = round(
-        H100.flops_per_second * PRODUCTS.flops, -12
+    draft: Annotated[
+        str, "Predicted: the draft model, by such a name, or `eagle`, a head of the target with one layer."
+    ] = "Llama-3.2-1B"
+    device: Annotated[Literal["H100", "H200"], "Predicted: the GPU of each rank and of each drafter."] = "H100"
+    kv_dtype: Annotated[Literal["auto", "int8", "fp8"], "Predicted: as `target.kv.dtype`."] = "auto"
+    symmetric_memory: Annotated[Literal["off", "on"], "Predicted: as `target.symmetric_memory`, how ranks sum."] = (
+        TargetSection.model_fields["symmetric_memory"].default
     )
-    kv_bytes_per_token: Annotated[float, "Roofline: bytes of keys and values of a token."] = 131072.0
-    pass_seconds: Annotated[
-        float, "Roofline: time of a pass that neither reading nor computing explains, in seconds."
-    ] = 0.0005
     kv_tokens: Annotated[int, "Tokens whose keys and values a target stores."] = 200_000
     max_sequences: Annotated[int, "Most sequences that a target computes at once."] = 64
     seconds: Annotated[float, "Virtual time of the run, in seconds; the first fifth warms up."] = 20.0
@@ -69,15 +71,13 @@ class CapacityOptions:
 
     def __post_init__(self) -> None:
         not_negative = ("drafters", "in_flight", "max_nodes")
-        least = {"targets": 1, "target_gpus": 1, "max_sequences": 1, "kv_tokens": 1024, "sample": 0, "seed": 0}
+        least = {"targets": 1, "ranks": 1, "max_sequences": 1, "kv_tokens": 1024, "sample": 0, "seed": 0}
         check_at_least(self, least | dict.fromkeys(not_negative, 0))
         check_directory(self, "out")
-        positive = ("arrivals", "seconds", "target_parameters", "bytes_per_parameter")
-        for name in (*positive, "bandwidth", "flops"):
+        for name in ("arrivals", "seconds"):
             if not getattr(self, name) > 0:
                 refuse(self, name, "it must be above 0")
-        others = ("network_delay", "drafter_delay", "pass_seconds", "draft_parameters", "kv_bytes_per_token")
-        for name in (*positive, *others):
+        for name in ("arrivals", "seconds", "network_delay", "drafter_delay"):
             if not 0 <= getattr(self, name) < math.inf:
                 refuse(self, name, "it must be finite and at least 0")
         if not 0 <= self.acceptance <= 1:
@@ -102,7 +102,7 @@ class CapacityOptions:
     @property
     def simulated_drafters(self) -> int:
         """Number of drafters that are simulated."""
-        return max(1, round(self.drafters * self.share)) if self.drafters and self.placement == "drafter" else 0
+        return max(1, round(self.drafters * self.share)) if self.has_drafts and self.placement == "drafter" else 0
 
     def mean_lengths(self) -> tuple[float, float, float]:
         """Mean tokens of prompt and answer, and their standard deviation ÷ mean."""
@@ -117,18 +117,12 @@ class CapacityOptions:
             raise ConfigurationError(f"--lengths: {self.lengths!r} is refused; at least 1:1, spread within 0 and 2")
         return prompt, answer, spread[0] if spread else 0.0
 
-    def times(self) -> Times:
-        """How long steps and proposals take."""
-        return self._roofline() if self.step_times == ROOFLINE else measured_times(Path(self.step_times))
+    @property
+    def has_drafts(self) -> bool:
+        """Whether anything drafts."""
+        return self.drafters > 0
 
-    def _roofline(self) -> Times:
-        """A step takes the longer of reading memory and computing, and a constant."""
-        bandwidth, flops = self.bandwidth * self.target_gpus, self.flops * self.target_gpus
-
-        def step(rows: int, tokens: int, held: int) -> float:  # noqa: ARG001 - rows share one pass
-            read = self.target_parameters * self.bytes_per_parameter + held * self.kv_bytes_per_token
-            return max(read / bandwidth, 2 * self.target_parameters * tokens / flops) + self.pass_seconds
-
-        one_pass = self.draft_parameters * self.bytes_per_parameter / self.bandwidth + self.pass_seconds
-        per_token = 2 * self.draft_parameters / self.flops
-        return Times(step, DrafterSpeed(0.0, per_token, one_pass, per_token))
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the times of steps and proposals are predicted."""
+        return self.step_times == PREDICTED

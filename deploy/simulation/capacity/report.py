@@ -30,10 +30,14 @@ def markdown(options: CapacityOptions, runs: dict[str, CapacityRun]) -> str:
     """A table with one row per run, and the speed-up of one GPU over plain decoding."""
     load = f"{options.in_flight} requests in flight" if options.in_flight else f"{options.arrivals:g} requests/s"
     drafters = f"{options.drafters} drafters" if options.placement == "drafter" else "drafts on rank 0"
+    times = f"times of {options.step_times}"
+    if options.is_predicted:
+        times = f"steps of {options.model} predicted on {options.device}"
+        times += f", drafts of {options.draft}" if "drafts" in runs else ""
     simulated = "" if options.share == 1 else f", simulated: {options.simulated_targets} of the targets, and scaled"
     lines = [
-        f"{options.targets} targets × {options.target_gpus} GPUs, {drafters}, {load}, lengths "
-        f"{options.lengths}, acceptance {options.acceptance:g}{simulated}",
+        f"{options.targets} targets × {options.ranks} GPUs, {drafters}, {load}, lengths "
+        f"{options.lengths}, acceptance {options.acceptance:g}{simulated}; {times}",
         "",
         f"| {' | '.join(_HEADINGS)} |",
         f"|---{'|---:' * (len(_HEADINGS) - 1)}|",

@@ -1,8 +1,9 @@
-"""How long steps and proposals take in a capacity simulation: from measurements, or from a roofline."""
+"""How long steps and proposals take in a capacity simulation, and a file with measured ones."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.verification import StepSample
 from cluster.speculation.latency import LatencyModel
 from deploy.simulation.simulated_drafter import DrafterSpeed
-from deploy.simulation.simulated_target import StepTime
+from deploy.simulation.simulated_target import StepRow, StepTime
 
 PROFILED = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 10), (1, 16), (1, 32), (8, 8), (8, 16), (8, 32), (32, 32), (32, 64))
 """(rows, tokens) of the steps that a target measures at warm-up, as in `workers.verify.step_profile`."""
@@ -52,7 +53,9 @@ class Times:
 
     def profile(self) -> tuple[StepSample, ...]:
         """What a target measures at warm-up: sequences of one stored token."""
-        return tuple(StepSample(rows, tokens, self.step(rows, tokens, rows)) for rows, tokens in PROFILED)
+        return tuple(
+            StepSample(rows, tokens, self.step([StepRow(1, tokens // rows)] * rows)) for rows, tokens in PROFILED
+        )
 
 
 def measured_times(path: Path) -> Times:
@@ -68,8 +71,9 @@ def of_measured(values: MeasuredTimes) -> Times:
     """The times that measurements give: interpolated between the sizes, extended by a line beyond them."""
     model = LatencyModel.of_profile([StepSample(*step) for step in values.steps])
 
-    def step(rows: int, tokens: int, held: int) -> float:
-        return model.seconds(rows, tokens) + values.held_token_seconds * held
+    def step(rows: Sequence[StepRow]) -> float:
+        held = sum(row.stored for row in rows)
+        return model.seconds(len(rows), sum(row.width for row in rows)) + values.held_token_seconds * held
 
     speed = DrafterSpeed(
         values.draft_call_seconds, values.draft_row_seconds, values.draft_depth_seconds, values.draft_token_seconds

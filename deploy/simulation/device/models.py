@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from cluster.core.errors import ConfigurationError
 from workers.forward.attention import ATTENTION_NAME, register
 from workers.forward.experts import is_mixture
 from workers.forward.layer_lists import decoder_layers
@@ -68,6 +69,10 @@ MODELS: dict[str, PreTrainedConfig] = {
     "Llama-3.1-8B": LlamaConfig(
         **_LLAMA, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         intermediate_size=14336,
+    ),
+    "Llama-3.2-1B": LlamaConfig(
+        **_LLAMA | {"head_dim": 64, "tie_word_embeddings": True}, hidden_size=2048, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192,
     ),
     "Llama-3.3-70B": LlamaConfig(
         **_LLAMA, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
@@ -116,6 +121,26 @@ def kv_heads(name: str) -> int:
     return heads
 
 
+def rank_model(name: str, ranks: int, kv_dtype: Literal["auto", "int8", "fp8"] = "auto") -> RankModel:
+    """One of so many ranks of a model. Raises `ConfigurationError` that names the option of the command line."""
+    if name not in MODELS:
+        raise ConfigurationError(f"--model {name}: unknown; it must be one of {', '.join(MODELS)}")
+    if ranks < 1 or kv_heads(name) % ranks:
+        raise ConfigurationError(f"--ranks {ranks}: refused; it must divide the {kv_heads(name)} KV heads of {name}")
+    undivided = {"gpt_oss": "whose experts have biases", "qwen3_next": "whose states are not divided"}
+    if ranks > 1 and (reason := undivided.get(MODELS[name].model_type)) is not None:
+        raise ConfigurationError(f"--ranks {ranks}: refused; for {name}, {reason}, it must be 1")
+    return RankModel(name, ranks, kv_dtype=kv_dtype)
+
+
+def check_eagle(model: RankModel) -> None:
+    """Raise `ConfigurationError` for a model whose rounds with an EAGLE head are not counted."""
+    if model.ranks > 1:
+        raise ConfigurationError(f"--ranks {model.ranks}: refused; with --draft eagle it must be 1")
+    if type(MODELS[model.name]).__name__ not in ("LlamaConfig", "Qwen3Config"):
+        raise ConfigurationError(f"--model {model.name}: refused; with --draft eagle its layers must be dense")
+
+
 @dataclass(frozen=True, slots=True)
 class RankModel:
     """A model of which each of some ranks computes a part."""
@@ -126,6 +151,8 @@ class RankModel:
     """Inputs of a group of the linear layers' weights in 4 bits, as AWQ stores them; `None`: they are plain."""
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """The type of stored keys and values, as `target.kv.dtype`."""
+    layers: int | None = None
+    """Only this many of the first layers; `None`: all."""
 
     def config(self) -> PreTrainedConfig:
         """The configuration of one rank's part: its heads, its columns of wide layers and experts, and of the head."""
@@ -134,7 +161,28 @@ class RankModel:
         for name in ("intermediate_size", "moe_intermediate_size", *(_HEADS if self.shares_heads else ())):
             if hasattr(config, name):
                 setattr(config, name, getattr(config, name) // self.ranks)
+        if self.layers is not None:
+            config.num_hidden_layers = self.layers
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[: self.layers]
         return config
+
+    @property
+    def all_layers(self) -> int:
+        """Layers of the whole model."""
+        count: int = MODELS[self.name].num_hidden_layers
+        return count
+
+    @property
+    def first_layers(self) -> int:
+        """Layers before those that repeat: some models have a few dense ones before those with experts."""
+        return int(getattr(MODELS[self.name], "first_k_dense_replace", 0))
+
+    @property
+    def period(self) -> int:
+        """Layers after which the kinds of layers repeat."""
+        kinds = list(getattr(MODELS[self.name], "layer_types", None) or ("",) * self.all_layers)
+        return next(size for size in range(1, len(kinds) + 1) if kinds[size:] == kinds[:-size])
 
     @property
     def has_mxfp4(self) -> bool:
@@ -155,14 +203,15 @@ class RankModel:
 def load(model: RankModel, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[LoadedModel, int]:
     """One rank's part on the fake device, and the bytes of the weights that each step reads whole.
 
-    These are all but the table of embeddings and the experts of mixtures. Call it inside `fake_device`.
+    These are all but the experts of mixtures, and the table of embeddings unless it is also the head. Call it inside
+    `fake_device`.
     """
     register()
     config = model.config()
     with torch.device(device), no_init_weights():
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
     module.eval().requires_grad_(False)
-    others = {id(module.get_input_embeddings().weight)}
+    others = set() if config.tie_word_embeddings else {id(module.get_input_embeddings().weight)}
     others |= {id(weight) for part in module.modules() if is_mixture(part) for weight in part.parameters()}
     read = sum(one.numel() * one.element_size() for one in module.parameters() if id(one) not in others)
     if model.group is not None:

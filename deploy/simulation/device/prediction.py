@@ -1,4 +1,4 @@
-"""From what a step does to how long it takes on an H100: a prediction.
+"""From what a step does to how long it takes on an H100 or H200: a prediction.
 
 Kernels achieve what they achieve on an H200 (`deploy.simulation.device.speeds`). Those that the device run had none of,
 attention over latents and recurrences among them, are taken as others of their kind. What the host does before and
@@ -15,6 +15,7 @@ import numpy as np
 from rich.box import SIMPLE
 from rich.table import Table
 
+from deploy.roofline import DECODING
 from deploy.simulation.device.attention import NARROW, WIDE
 from deploy.simulation.device.decisions import ALL_GATHER, GATHER
 from deploy.simulation.device.fake_device import Kernel
@@ -68,10 +69,15 @@ def predict(step: StepCount, device: Device = H100, *, symmetric_memory: bool = 
 
 def kernel_seconds(kernel: Kernel, device: Device) -> float:
     """The time of a kernel without its launch: of its bytes or its operations, of its steps, and of waiting."""
-    achieved = _ACHIEVED.get(kernel.name, OTHERS)
+    achieved = achieved_of(kernel.name)
     moved = kernel.bytes / (device.bytes_per_second * achieved.bytes)
     computed = kernel.flops / (device.flops_per_second * achieved.flops)
     return max(moved, computed) + kernel.steps * achieved.step_seconds + achieved.seconds
+
+
+def achieved_of(name: str) -> Achieved:
+    """What the kernels of a name achieve."""
+    return _ACHIEVED.get(name, OTHERS)
 
 
 def launched_seconds(kernel: Kernel, ranks: int, device: Device) -> float:
@@ -139,7 +145,7 @@ STEPS: dict[str, tuple[Rows, ...]] = {
 """The steps that are predicted, by name."""
 
 
-def prediction_table(model: RankModel, *, symmetric_memory: bool = False) -> Table:
+def prediction_table(model: RankModel, device: Device = H100, *, symmetric_memory: bool = False) -> Table:
     """One row per step of one rank of the model; see `predict`."""
     summed = "small sums through symmetric memory" if symmetric_memory else "sums by NCCL"
     part = f", one rank of {model.ranks}, {summed}," if model.ranks > 1 else ""
@@ -149,11 +155,11 @@ def prediction_table(model: RankModel, *, symmetric_memory: bool = False) -> Tab
         table.add_column(heading, justify="right", no_wrap=True)
     for name, rows in STEPS.items():
         step = count_step(model, rows)
-        found = predict(step, symmetric_memory=symmetric_memory)
+        found = predict(step, device, symmetric_memory=symmetric_memory)
         kind = "bfloat16, experts in MXFP4" if model.has_mxfp4 else "bfloat16"
         kind += "" if model.kv_dtype == "auto" else f", keys and values in {model.kv_dtype}"
         compiled = "" if step.is_fused else ", layers not compiled" if step.state_bytes else ", layers compiled"
-        table.title = f"{model.name}{part} in {kind} on H100{compiled}: predicted"
+        table.title = f"{model.name}{part} in {kind} on {device.name}{compiled}: predicted"
         table.add_row(
             name,
             str(step.launches),
@@ -166,7 +172,7 @@ def prediction_table(model: RankModel, *, symmetric_memory: bool = False) -> Tab
             f"{found.seconds / found.floor_seconds:.2f}",
             f"{100 * found.sampling_seconds / found.seconds:.1f}",
         )
-    added = added_chunk(model, symmetric_memory=symmetric_memory)
+    added = added_chunk(model, device, symmetric_memory=symmetric_memory)
     times = (f"{1e3 * added.seconds:.2f}", f"{1e3 * added.computed_seconds:.2f}")
     ratio = f"{added.seconds / added.computed_seconds:.2f}"
     table.add_row("what that chunk adds; what its operations take", *[""] * 5, *times, ratio, "")
@@ -202,7 +208,7 @@ def added_chunk(model: RankModel, device: Device = H100, *, symmetric_memory: bo
 PROMPT_BOUNDS = (256, 512, 1024, 2048, 4096, 8192)
 """Values of `scheduler.max_prompt_tokens` that are compared."""
 _PROMPT_TOKENS = 16384
-_DECODING = Rows(32, 2048)
+_DECODING = Rows(DECODING, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +225,13 @@ class ChunkedPrompt:
 
 
 def chunked_prompt(
-    model: RankModel, bound: int, prompt: int, decoding: Rows, *, symmetric_memory: bool = False
+    model: RankModel,
+    bound: int,
+    prompt: int,
+    decoding: Rows,
+    device: Device = H100,
+    *,
+    symmetric_memory: bool = False,
 ) -> ChunkedPrompt:
     """Predict the steps of a prompt. Those between the first, the middle and the last one are interpolated."""
     begins = range(0, prompt, bound)
@@ -227,6 +239,7 @@ def chunked_prompt(
     seconds = [
         predict(
             count_step(model, (decoding, Rows(1, begin, fresh=min(bound, prompt - begin)))),
+            device,
             symmetric_memory=symmetric_memory,
         ).seconds
         for begin in known
@@ -235,17 +248,17 @@ def chunked_prompt(
     return ChunkedPrompt(bound, seconds[0], float(all_steps.mean()), seconds[-1], float(all_steps.sum()))
 
 
-def prompts_table(model: RankModel, *, symmetric_memory: bool = False) -> Table:
+def prompts_table(model: RankModel, device: Device = H100, *, symmetric_memory: bool = False) -> Table:
     """What tokens wait for a prompt beside them, and how long it takes, by the most of its tokens in a step."""
-    alone = predict(count_step(model, (_DECODING,)), symmetric_memory=symmetric_memory).seconds
+    alone = predict(count_step(model, (_DECODING,)), device, symmetric_memory=symmetric_memory).seconds
     title = f"{model.name}: a prompt of {_PROMPT_TOKENS} tokens beside {_DECODING.count} sequences of "
-    title += f"{_DECODING.stored}, whose steps take {1e3 * alone:.1f} ms without it, on H100: predicted"
+    title += f"{_DECODING.stored}, whose steps take {1e3 * alone:.1f} ms without it, on {device.name}: predicted"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("scheduler.max_prompt_tokens", justify="right")
     for heading in ("first step\nms", "mean step\nms", "last step\nms", "prompt\nms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for bound in PROMPT_BOUNDS:
-        found = chunked_prompt(model, bound, _PROMPT_TOKENS, _DECODING, symmetric_memory=symmetric_memory)
+        found = chunked_prompt(model, bound, _PROMPT_TOKENS, _DECODING, device, symmetric_memory=symmetric_memory)
         steps = (found.first_seconds, found.mean_seconds, found.last_seconds)
         table.add_row(str(bound), *(f"{1e3 * one:.1f}" for one in steps), f"{1e3 * found.prompt_seconds:.0f}")
     return table

@@ -1,4 +1,4 @@
-"""How long a round of a target with a drafting module on its GPU takes on an H100: a prediction."""
+"""How long a round of a target with a drafting module on its GPU takes on an H100 or H200: a prediction."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def draft_seconds(found: DraftCount, device: Device = H100) -> float:
     return inside + sum(launched_seconds(kernel, 1, device) for kernel in found.beside)
 
 
-def rounds_table(model: RankModel) -> Table:
+def rounds_table(model: RankModel, device: Device = H100) -> Table:
     """One row per number of sequences, each of which verifies a draft of the default size and gets the next one.
 
     Passes are the head's: one over the accepted tokens, then one for each depth of the trees but the last.
@@ -62,9 +62,9 @@ def rounds_table(model: RankModel) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for rows in ROUND_ROWS:
         found = count_eagle_round(model, rows, _STORED, draft)
-        times = predict_round(found)
+        times = predict_round(found, device)
         table.title = f"{model.name} after {_STORED} tokens with an EAGLE head of one layer, whose passes are "
-        table.title += f"{found.drafts.graphs} CUDA graphs, in bfloat16 on one H100: predicted"
+        table.title += f"{found.drafts.graphs} CUDA graphs, in bfloat16 on one {device.name}: predicted"
         counts = (
             *(found.target.launches, len(found.drafts.passes), len(found.drafts.passes[-1]), len(found.drafts.beside)),
             *(found.target.copies + found.drafts.copies, found.target.waits + found.drafts.waits),

@@ -7,7 +7,7 @@ published or measured source is an assumption, and says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from deploy import roofline
@@ -28,6 +28,7 @@ class Ring(NamedTuple):
 class Device:
     """The speeds of a GPU."""
 
+    name: str
     bytes_per_second: float
     flops_per_second: float
     graph_launch_seconds: float
@@ -45,6 +46,7 @@ class Device:
 
 
 H100 = Device(
+    name=roofline.H100.name,
     bytes_per_second=roofline.H100.bytes_per_second,
     flops_per_second=roofline.H100.flops_per_second["bfloat16"],
     graph_launch_seconds=0.5e-6,  # NVIDIA's blog "Getting Started with CUDA Graphs", 2019: 3.4 - 2.9 µs, on a V100
@@ -56,6 +58,11 @@ H100 = Device(
     # and Simple. Sums in the NVLink switch, which it may take for large ones, are left out.
     rings=(Ring(6.6e-6, 0.6e-6, 141e9), Ring(14e-6, 1.9e-6, 0.92 * 450e9), Ring(8.4e-6, 3.4e-6, 450e9)),
 )
+
+
+H200 = replace(H100, name="H200", bytes_per_second=4.8e12)  # NVIDIA's data sheet, H200 SXM; all else is as the H100's
+DEVICES = {"H100": H100, "H200": H200}
+"""The GPUs on which times are predicted, by name."""
 
 
 class Achieved(NamedTuple):
@@ -71,7 +78,7 @@ class Achieved(NamedTuple):
     """Time of one of the steps that a program takes one after another (`Kernel.steps`)."""
 
 
-READING = 4307 / 4800
+READING = 4307e9 / H200.bytes_per_second
 """Steps, ÷ reading the weights: the read bandwidth, in GB/s."""
 PRODUCTS = Achieved(READING, 0.79, 3.9e-6)
 """Products with plain weights, and those of experts. 0.79: a product of 2,048 rows with gate_up takes 615 µs,

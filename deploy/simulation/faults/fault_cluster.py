@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cluster.core.config.load import load
 from cluster.core.errors import PilotfishError
@@ -18,7 +18,7 @@ from deploy.simulation.network import KEEPALIVE_SECONDS, Network
 from deploy.simulation.nodes import CoordinatorAddresses, CoordinatorNode, DrafterNode, TargetNode
 from deploy.simulation.simulated_drafter import SimulatedDrafter
 from deploy.simulation.simulated_ingress import HEARTBEAT_SECONDS, IngressNode, SimulatedDirectory
-from deploy.simulation.simulated_target import SimulatedTarget, TargetStart
+from deploy.simulation.simulated_target import SimulatedTarget, StepRow, TargetStart
 from deploy.simulation.virtual_time import Process
 from deploy.simulation.weather import FaultyWeather
 
@@ -180,15 +180,15 @@ class FaultCluster:
             case "ingress":
                 self.ingresses[event.index] = self._ingress(event.index)
 
-    def _step_time(self, rows: int, tokens: int, held: int) -> float:  # noqa: ARG002 - short sequences
-        return self.schedule.step_seconds * (1 + 0.02 * tokens)
+    def _step_time(self, rows: Sequence[StepRow]) -> float:
+        return self.schedule.step_seconds * (1 + 0.02 * sum(row.width for row in rows))
 
     def _target(self, index: int) -> TargetNode:
         schedule = self.schedule
         self._starts += 1
         memory = BlockMemory(schedule.blocks, schedule.block_size, prefix_cache=schedule.prefix_cache)
         drafter = SimulatedDrafter(self.model, schedule.skill, schedule.speed)
-        profile = tuple(StepSample(1, tokens, self._step_time(1, tokens, 0)) for tokens in (1, 4, 16))
+        profile = tuple(StepSample(1, tokens, self._step_time([StepRow(0, tokens)])) for tokens in (1, 4, 16))
         start = TargetStart(str(self._starts), MAX_CONTEXT_LEN, profile)
         own_drafter = drafter if self.configuration.draft.is_colocated else None
         target = SimulatedTarget(self.model, memory, self._step_time, start, own_drafter)

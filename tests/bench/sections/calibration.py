@@ -25,6 +25,7 @@ from deploy.implied_settings import NOT_LOSSLESS
 from deploy.simulation.capacity.capacity_run import CapacityRun, simulate_capacity
 from deploy.simulation.capacity.options import CapacityOptions
 from deploy.simulation.capacity.step_times import MeasuredTimes, of_measured
+from deploy.simulation.simulated_target import StepRow
 from tests.bench import drafting
 from tests.bench.client import Answers, ask_all
 from tests.bench.options import Options
@@ -54,7 +55,7 @@ def run(options: Options) -> None:
         drafting.warm(cluster, prompts, options.tokens, (1, 4))
         times = asyncio.run(_measured(target.address, cluster.draft.address, prompts[0]))
         found = [(*load, _serve(cluster.coordinator.address, prompts, options.tokens, *load)) for load in loads]
-    plain = of_measured(times).step(1, 1, PROMPT_TOKENS)
+    plain = of_measured(times).step([StepRow(PROMPT_TOKENS, 1)])
     round_seconds = max(0.0, _per_token(found[0][2], 0.5) - plain)
     times = times.model_copy(update={"round_seconds": round_seconds})
     write(

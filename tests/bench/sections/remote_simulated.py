@@ -1,4 +1,4 @@
-"""Drafting on rank 0 against a drafter elsewhere, simulated for an 8B target on an H100 with the times of a roofline.
+"""Drafting on rank 0 against a drafter elsewhere, simulated for an 8B target on an H100 with predicted step times.
 
 The real coordinator runs on a virtual clock. A drafter elsewhere is as fast as rank 0 is. The
 crossing point is the delay of a message up to which the drafter elsewhere is faster.
@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 
 from deploy.simulation.capacity.capacity_run import simulate_capacity
 from deploy.simulation.capacity.options import CapacityOptions
+from deploy.simulation.capacity.predicted_times import times_of
 from deploy.simulation.capacity.step_times import Times
 from deploy.simulation.simulated_drafter import DrafterSpeed
+from deploy.simulation.simulated_target import StepRow
 from tests.bench.options import Options
 from tests.bench.report import heading, table, write
 from tests.bench.sections.remote import as_text, crossing
@@ -60,7 +63,7 @@ def run(options: Options) -> None:
     table(("drafts", "in flight", "cost ratio", *rates, *shown, "crossing, ms"), rows)
     write(f"always {NODES} drafted tokens, of which each is right with probability {ACCEPTANCE:g} after right ones;")
     write("cost ratio: a pass of the drafter ÷ a plain step of one row; one plain step takes")
-    write(f"{1e3 * _plain_step(_options(SETUPS[0]).times()):.2f} ms; ahead, only the likeliest outcome is drafted for")
+    write(f"{1e3 * _plain_step(_times()):.2f} ms; ahead, only the likeliest outcome is drafted for")
 
 
 def _row(case: tuple[Setup, float]) -> list[str]:
@@ -80,13 +83,19 @@ def _options(setup: Setup, **changes: object) -> CapacityOptions:
     return CapacityOptions(**(values | changes))  # type: ignore[arg-type]
 
 
+@cache
+def _times() -> Times:
+    """The predicted times of steps, which are counted once in a process. Drafts take what each case says."""
+    return times_of(CapacityOptions(targets=1, drafters=0))
+
+
 def _plain_step(times: Times) -> float:
-    return times.step(1, 1, 0)
+    return times.step([StepRow(0, 1)])
 
 
 def _rate(options: CapacityOptions, ratio: float, setup: Setup) -> float:
     """Tokens per second of all requests."""
-    times = options.times()
+    times = _times()
     one_pass = ratio * _plain_step(times)
     speed = DrafterSpeed(one_pass) if setup.is_block else DrafterSpeed(0.0, depth_seconds=one_pass)
     found = simulate_capacity(options, replace(times, drafter=speed), lambda _, __: None, drafts=options.drafters > 0)

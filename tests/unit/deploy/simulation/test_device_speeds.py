@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deploy.simulation.capacity.options import CapacityOptions
 from deploy.simulation.device.attention import NARROW, WIDE
 from deploy.simulation.device.fake_device import Kernel
 from deploy.simulation.device.prediction import kernel_seconds
-from deploy.simulation.device.speeds import H100, PRODUCTS, READING
+from deploy.simulation.device.speeds import H200
 from workers.forward.triton.tiles import SPLIT_KEYS
 
 MEASURED = Path(__file__).parents[3] / "bench/results/device-h200.json"
-H200 = replace(H100, bytes_per_second=4.8e12)
 HEADS, KV_HEADS, DIM, ELEMENT = 32, 8, 128, 2
 """Llama-3.1-8B in bfloat16."""
 MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
@@ -93,9 +90,3 @@ def test_the_layers_products_of_a_step_of_one_row() -> None:
     kernels = [Kernel("mm", out * into * ELEMENT) for out, into in MATRICES.values()] * 32
     found = measured("Device time of a step", "products of the layers")
     assert microseconds(*kernels) / 1e3 == pytest.approx(found, rel=0.01)
-
-
-def test_the_roofline_of_the_capacity_simulation_has_the_same_speeds() -> None:
-    options = CapacityOptions()
-    assert options.bandwidth == pytest.approx(H100.bytes_per_second * READING, rel=0.01)
-    assert options.flops == pytest.approx(H100.flops_per_second * PRODUCTS.flops, rel=0.01)
