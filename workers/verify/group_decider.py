@@ -3,7 +3,8 @@
 Each rank computes logits for its own part of the vocabulary. The ranks exchange the best score and token of each part
 in one collective, and every rank merges them. Before, for rows with top-k or top-p, they exchange sums of their tokens
 by digit of their logits (`workers.sampling.parts`), whose size does not depend on the vocabulary. For log-probabilities
-and rules that need the whole distribution, rank 0 gathers the logits of the rows, decides and broadcasts the tokens.
+and rules that need the whole distribution, rank 0 gathers the logits of the rows, decides and broadcasts the tokens; on
+CPUs also for rows with top-k, top-p or min-p, where it takes less time than the sums.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from typing import Protocol
 import torch
 from torch import distributed
 
+from cluster.core.request import SamplingParameters
 from cluster.core.tree import TokenTree
 from workers.forward.loaded_model import LoadedModel
 from workers.sampling.acceptance import Accepted
-from workers.sampling.context import DecisionContext, rows_of_contexts
+from workers.sampling.context import DecisionContext, is_truncated, rows_of_contexts
 from workers.sampling.decide import is_shardable, merge_winners, shard_winners
 from workers.sampling.parts import Parts
 from workers.sampling.winners import DecisionKernels
 from workers.transfer import HostCopies, rows_of
 from workers.verify.decider import LaunchedDecisions, LocalDecider, chosen_contexts, most_probable
+
+GATHERS_TRUNCATED = frozenset({"cpu"})
+"""Types of devices on which rank 0 gathers the logits of truncated rows. The tokens are the same either way."""
 
 
 class Exchange(Protocol):
@@ -91,7 +96,7 @@ class GroupDecider:
         if with_distribution:
             return self._on_first_rank(logits, contexts, copies, with_distribution=True)
         rows = rows_of_contexts(contexts)
-        shardable = [is_shardable(row.sampling) for row in rows for _ in range(len(row))]
+        shardable = [self._is_shardable(row.sampling, logits) for row in rows for _ in range(len(row))]
         whole, part = ([index for index, found in enumerate(shardable) if found is kind] for kind in (False, True))
         by_part, on_first = (LaunchedDecisions(list) for _ in range(2))
         if part:
@@ -132,6 +137,11 @@ class GroupDecider:
         values, tokens = torch.cat(gathered, dim=2)
         chosen: torch.Tensor = tokens.gather(1, values.topk(count).indices).long()
         return chosen
+
+    def _is_shardable(self, sampling: SamplingParameters, logits: torch.Tensor) -> bool:
+        """Whether the ranks decide without gathering the row's logits."""
+        gathers = self._kernels is None and not logits.is_cuda and logits.device.type in GATHERS_TRUNCATED
+        return is_shardable(sampling) and not (gathers and is_truncated(sampling))
 
     def _by_winners(
         self, logits: torch.Tensor, contexts: Sequence[DecisionContext], copies: HostCopies

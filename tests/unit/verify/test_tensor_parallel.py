@@ -84,9 +84,11 @@ def serve_rank(rank: int, directory: Path, port: int, pipe: Connection) -> None:
     import torch
 
     from workers.kv.load_cost import CostModel
+    from workers.verify import group_decider
     from workers.verify.group import DriverRank, join_group, leave_group, run_worker_rank
 
     torch.set_num_threads(1)
+    group_decider.GATHERS_TRUNCATED = frozenset()  # as on GPUs; rows with log-probabilities are gathered
     if rank == 1:
         limit_grammars()
     # Loading stored blocks always counts as worthwhile, even on a busy machine.
