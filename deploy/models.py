@@ -12,12 +12,13 @@ from cluster.core.config.draft_section import DraftSection
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.sections import Configuration
 from cluster.core.config.target_section import TargetSection
-from cluster.core.errors import ModelLoadError
+from cluster.core.errors import ConfigurationError, ModelLoadError
 from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from deploy.settings import code_directory
 from workers.model.formats.hub import draft_directory
 from workers.model.formats.registry import find_format, formats
 from workers.model.packaged.catalogue import PACKAGED_MODELS, prepared_before
+from workers.model.stored.source import OF_PLAIN, is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def with_served_name(configuration: Configuration) -> Configuration:
 def resolve_models(configuration: Configuration, cache_directory: Path, report: ReportProgress) -> Models:
     """Find, fetch or convert the configured models, and settle `target.quantization`.
 
-    Raises `ModelLoadError` with a remedy.
+    Raises `ModelLoadError` with a remedy, and `ConfigurationError`.
     """
     found = with_module_directories(configuration.draft, report)
     configuration = with_moved_fusion(configuration, configuration.draft, found)
@@ -76,6 +77,7 @@ def with_draft_directory(configuration: Configuration, cache_directory: Path) ->
     """
     section = configuration.target
     ways = {"auto": (True, False), "stored": (True,)}.get(section.quantization, (False,))
+    ways = (True, False) if section.load_format == "dummy" else ways
     prepared = (prepared_before(section.path, cache_directory, stored=is_stored) for is_stored in ways)
     target = next(filter(None, prepared), None) or Path(expanduser(section.path))
     weights = configuration.draft.weights
@@ -86,10 +88,21 @@ def with_draft_directory(configuration: Configuration, cache_directory: Path) ->
 def _settled_target(
     section: TargetSection, cache_directory: Path, report: ReportProgress
 ) -> tuple[TargetSection, Path]:
-    """The target's section with another `quantization` than `auto`, and its directory. Raises `ModelLoadError`."""
+    """The target's section with another `quantization` than `auto`, and its directory.
+
+    Raises `ModelLoadError`, and `ConfigurationError` for plain weights that are to stay as they are stored.
+    """
     if section.quantization != "auto":
-        return section, _resolve(section, cache_directory, report)
+        directory = _resolve(section, cache_directory, report)
+        if section.quantization == "stored" and is_plain(str(directory)):
+            raise ConfigurationError(
+                f"target.quantization: stored is refused for {section.path}, whose weights are plain; it must be "
+                f"{OF_PLAIN}"
+            )
+        return section, directory
     kept, plain = (section.model_copy(update={"quantization": how}) for how in ("stored", "none"))
+    if section.load_format == "dummy":
+        return plain, _resolve(plain, cache_directory, report)
     packaged = None if Path(section.path).is_dir() else PACKAGED_MODELS.get(section.path)
     if packaged is not None and packaged.is_marian:
         return plain, _resolve(plain, cache_directory, report)
@@ -107,7 +120,7 @@ def _settled_target(
         if choice.is_kept:
             return kept, directory
         refusal = choice.refusal
-        if not refusal and section.load_format == "auto":  # plain weights, or those that only another library reads
+        if not refusal:  # plain weights, or those that only another library reads
             return plain, directory
     found = _resolve(plain, cache_directory, report)
     if refusal:
@@ -127,7 +140,8 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     packaged = _packaged(section.path)
     if packaged is not None:
         return packaged
-    is_stored = section.quantization == "stored"
+    is_drawn = section.load_format == "dummy"
+    is_stored = section.quantization == "stored" or is_drawn  # random weights need a description alone
     prepared = prepared_before(section.path, cache_directory, stored=is_stored)
     if prepared is not None:
         return prepared
@@ -135,7 +149,8 @@ def _resolve(section: ModelSection, cache_directory: Path, report: ReportProgres
     # Importing torch and transformers takes seconds, and most commands do not need them.
     from workers.model.model_files import resolve_model_directory
 
-    return resolve_model_directory(section.path, cache_directory, section.revision, report, stored=is_stored)
+    where = section.path, cache_directory, section.revision, report
+    return resolve_model_directory(*where, stored=is_stored, drawn=is_drawn)
 
 
 def _packaged(name: str) -> Path | None:

@@ -398,7 +398,11 @@ def _needs(
     key: str, section: TargetSection | DraftModelSection, role: RolePlacement, directory: Path, ranks: int = 1
 ) -> _Needs:
     weights = None
-    if section.quantization == "stored":
+    if section.load_format == "dummy":  # the import takes seconds
+        from workers.model.weight_counts import count_weights
+
+        weights = count_weights(directory).parameters * DTYPE_BYTES[section.dtype]
+    elif section.quantization == "stored":
         is_whole = isinstance(section, TargetSection) and section.enable_expert_parallel
         weights = _stored_bytes(directory, section.dtype, ranks, on_gpu=role.device != "cpu", expert_parallel=is_whole)
     if weights is None:

@@ -121,7 +121,7 @@ def _balanced(configuration: Configuration) -> float:
 def _weight_bytes(configuration: Configuration) -> int:
     """Bytes of a weight. Stored ones have 8 bits or fewer; those with fewer are multiplied at a lower speed."""
     target = configuration.target
-    is_kept = target.quantization == "auto" and may_stay_stored(target.path)
+    is_kept = target.quantization == "auto" and target.load_format == "auto" and may_stay_stored(target.path)
     return 1 if is_kept or target.quantization in ("int8", "stored") else DTYPE_BYTES[target.dtype]
 
 

@@ -14,20 +14,24 @@ from deploy.packaged_drafts import INSTALL, is_installed, packaged_drafts
 from workers.model.description import Fault, directory_fault, gguf_fault
 from workers.model.formats.registry import find_format
 from workers.model.packaged.catalogue import PACKAGED_MODELS, prepared_before
+from workers.model.stored.source import OF_PLAIN, is_plain
 from workers.model.stretch import parse_stretch
 
 
 def model_findings(configuration: Configuration, cache_directory: Path) -> Iterator[Finding]:
     """Where the target, the draft model and the drafting modules are."""
     target = configuration.target
-    is_stored = target.quantization in ("auto", "stored")
-    yield model_finding("target.path", target.path, cache_directory, stored=is_stored)
+    is_stored, is_drawn = target.quantization in ("auto", "stored"), target.load_format == "dummy"
+    yield model_finding("target.path", target.path, cache_directory, stored=is_stored, drawn=is_drawn)
+    if target.quantization == "stored" and is_plain(target.path):
+        yield Finding("target.quantization", f"stored, and {target.path} has plain weights", f"set it to {OF_PLAIN}")
     if target.span_nodes:
         network = "ranks may be on several nodes: they use the network between them for every layer"
         yield Finding("target.span_nodes", f"{network}, and each node needs the target at the same path")
     weights = configuration.draft.weights
     if weights is not None:
-        yield model_finding(f"draft.{configuration.draft.weights_method}.path", weights.path, cache_directory)
+        key, is_drawn = f"draft.{configuration.draft.weights_method}.path", weights.load_format == "dummy"
+        yield model_finding(key, weights.path, cache_directory, drawn=is_drawn)
     for method, section in configuration.draft.modules.items():
         key = f"draft.{method}.path"
         if section.path in packaged_drafts():
@@ -43,8 +47,11 @@ def model_findings(configuration: Configuration, cache_directory: Path) -> Itera
         yield Finding(key, section.path, remedy)
 
 
-def model_finding(key: str, path: str, cache_directory: Path, *, stored: bool = False) -> Finding:
-    """Where one model is, and what to do if it is not there. With `stored`, a GGUF model's weights stay in its file."""
+def model_finding(key: str, path: str, cache_directory: Path, *, stored: bool = False, drawn: bool = False) -> Finding:
+    """Where one model is, and what to do if it is not there. With `stored`, a GGUF model's weights stay in its file.
+
+    With `drawn`, none are needed.
+    """
     try:
         stretch = parse_stretch(path)
     except ModelLoadError as error:
@@ -55,8 +62,8 @@ def model_finding(key: str, path: str, cache_directory: Path, *, stored: bool = 
     if path in packaged_drafts():
         return _packaged_draft(key, path)
     if directory.is_dir():
-        return _found(key, path, directory_fault(directory, stored=stored))
-    if (prepared := prepared_before(path, cache_directory, stored=stored)) is not None:
+        return _found(key, path, directory_fault(directory, stored=stored, drawn=drawn))
+    if (prepared := prepared_before(path, cache_directory, stored=stored or drawn)) is not None:
         return Finding(key, f"{path}, in the cache {prepared.parent}")
     if (cache_directory / path / "config.json").is_file():
         return Finding(key, f"{path}, in the cache {cache_directory}")

@@ -65,10 +65,10 @@ def gguf_fault(file: Path) -> Fault | None:
     return None if model.tensors else Fault(file, "no tensors", "a GGUF file with a model")
 
 
-def directory_fault(directory: Path, *, stored: bool = False) -> Fault | None:
+def directory_fault(directory: Path, *, stored: bool = False, drawn: bool = False) -> Fault | None:
     """What is wrong with a model's directory, as far as headers and lengths show it; `None` for a whole one.
 
-    With `stored`, its weights may be in the GGUF file that it names.
+    With `stored`, its weights may be in the GGUF file that it names; with `drawn`, it needs none.
     """
     config = directory / "config.json"
     if not config.is_file():
@@ -85,6 +85,8 @@ def directory_fault(directory: Path, *, stored: bool = False) -> Fault | None:
         return Fault(config, "no model_type", _CONFIG)
     if values["model_type"] == CARD:
         return Fault(config, "a drafting module", "a language model; draft.path is for drafts of any kind")
+    if drawn:
+        return None
     try:
         files = weight_files(directory)
         source = stored_file(directory) if stored and not files else None

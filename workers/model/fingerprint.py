@@ -42,6 +42,7 @@ def fingerprint(section: TargetSection, model: LoadedModel, attention: ChosenBac
         str(model.dtype),
         section.kv.dtype,
         section.quantization,
+        *(["random weights"] if section.load_format == "dummy" else []),
         _kernels(section, model),
         "" if model.native is not None or attention is None else attention.name,
         model.tensor_parallel,

@@ -122,7 +122,7 @@ def load_model(
     )
     if section.quantization in ("int8", "int4") and request.device.type == "cuda":
         raise ConfigurationError(
-            f"quantization: {section.quantization} is refused on CUDA, where no weights are quantized; it must be "
+            f"{request.setting}: {section.quantization} is refused on CUDA, where no weights are quantized; it must be "
             "none, or stored for a checkpoint with quantized weights"
         )
     if tensor_parallel > 1:
@@ -138,7 +138,7 @@ def load_model(
     register()
     accept_attention_name(request.config)
     may_be_packed = may_be_native(section, request.device, tensor_parallel)
-    with _refused_by_name(request.config):
+    with _refused_by_name(request.config, request.setting):
         if not request.config.is_encoder_decoder:
             return _load_decoder(request, native=may_be_packed)
         try:
@@ -187,15 +187,18 @@ def check_truncatable(directory: Path) -> None:
 
 
 @contextmanager
-def _refused_by_name(config: PreTrainedConfig) -> Iterator[None]:
-    """Raise `ModelLoadError` with the model's type for whatever an unknown family fails with inside."""
+def _refused_by_name(config: PreTrainedConfig, setting: str = "quantization") -> Iterator[None]:
+    """Raise `ModelLoadError` with the model's type for whatever an unknown family fails with inside.
+
+    `setting` is the key of `quantization`.
+    """
     try:
         yield
     except UnsupportedModel as error:
         raise ModelLoadError(f"model type {config.model_type!r} is refused: {error}") from error
     except NoGpuProduct as error:
         raise ConfigurationError(
-            f"quantization: stored is refused on CUDA: {error}; it must be none, which de-quantizes the weights"
+            f"{setting}: stored is refused on CUDA: {error}; it must be none, which de-quantizes the weights"
         ) from error
     except (KernelMismatch, PilotfishError, AnotherRankFailed, MemoryError):
         raise
@@ -228,6 +231,11 @@ class _Request:
     def directory(self) -> Path:
         """The model's files."""
         return Path(self.section.path)
+
+    @property
+    def setting(self) -> str:
+        """The key of `quantization`."""
+        return f"{'target' if isinstance(self.section, TargetSection) else 'draft.model'}.quantization"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -412,7 +420,7 @@ def _read_stored(request: _Request) -> PreTrainedModel:
         source = request.directory if is_quantized else stored_file(request.directory)
     if source is None:
         raise ConfigurationError(
-            f"quantization: stored is refused for {str(request.directory)!r}, which is no decoder with quantized "
+            f"{request.setting}: stored is refused for {str(request.directory)!r}, which is no decoder with quantized "
             "weights and no converted GGUF file; it must be none or int8"
         )
 

@@ -41,7 +41,8 @@ from workers.model.stretch import StretchRequest, parse_stretch, stretch_model
 
 logger = logging.getLogger(__name__)
 
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"]
+_HUB_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+_HUB_FILES = ["config.json", "generation_config.json", "tokenizer*"]
 _HUB_TOKENIZER_FILES = [
     *("special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.json", "*.jinja"),
     *("source.spm", "target.spm"),
@@ -62,34 +63,39 @@ def resolve_model_directory(
     report: Report = lambda _: None,
     *,
     stored: bool = False,
+    drawn: bool = False,
 ) -> Path:
     """A local directory with `config.json`, safetensors and a tokenizer for `path`.
 
     `path` is a directory, a `.gguf` file, a packaged model's name or a hub id. A GGUF file, or a checkpoint with
     GPTQ, AWQ or compressed-tensors weights, is de-quantized once into `cache_directory`. With `stored`, such a
-    checkpoint stays as it is, and the directory of a GGUF model has no safetensors. `path@x10` is the model of
+    checkpoint stays as it is, and the directory of a GGUF model has no safetensors. With `drawn`, too, and no weights
+    are looked for or fetched, because they are drawn at random. `path@x10` is the model of
     `path` at 10 times its cost with the same function (see `workers.model.stretch`). `report` is called while files
     are fetched. Raises `ModelLoadError`, which says what to do.
     """
     directory = Path(expanduser(path))
+    if directory.is_dir() and (stored or drawn):
+        return _checked(directory, stored=True, drawn=drawn)
     if directory.is_dir():
-        return _checked(directory, stored=True) if stored else _plain_weights(_checked(directory), cache_directory)
+        return _plain_weights(_checked(directory), cache_directory)
     stretch = parse_stretch(path)
     if stretch is not None:
         return _stretched(stretch, cache_directory, revision, report)
     if path in PACKAGED_MODELS:
-        return _prepared_package(path, cache_directory, stored=stored)
+        return _prepared_package(path, cache_directory, stored=stored or drawn)
     if directory.suffix == ".gguf":
         if not directory.is_file():
             raise ModelLoadError(f"model path {path!r}: no such file")
-        return _prepared_gguf(directory, cache_directory, stored=stored)
+        return _prepared_gguf(directory, cache_directory, stored=stored or drawn)
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelLoadError(
             f"model path {path!r}: no such directory; give a directory, a .gguf file, a hub id "
             f"(owner/name) or one of {', '.join(sorted(PACKAGED_MODELS))}"
         )
-    found = fetch(f"model path {path!r}", path, revision, [*_HUB_FILES, *_HUB_TOKENIZER_FILES], report)
-    return _checked(found) if stored else _plain_weights(_checked(found), cache_directory)
+    wanted = [*([] if drawn else _HUB_WEIGHTS), *_HUB_FILES, *_HUB_TOKENIZER_FILES]
+    found = _checked(fetch(f"model path {path!r}", path, revision, wanted, report), drawn=drawn)
+    return found if stored or drawn else _plain_weights(found, cache_directory)
 
 
 def _stretched(request: StretchRequest, cache_directory: Path, revision: str | None, report: Report) -> Path:
@@ -144,8 +150,8 @@ def _prepared_package(name: str, cache_directory: Path, *, stored: bool) -> Path
     return _converted(prepare, prepared_directory(name, cache_directory, stored=stored), stored=is_described)
 
 
-def _checked(directory: Path, *, stored: bool = False) -> Path:
-    fault = directory_fault(directory, stored=stored)
+def _checked(directory: Path, *, stored: bool = False, drawn: bool = False) -> Path:
+    fault = directory_fault(directory, stored=stored, drawn=drawn)
     if fault is not None:
         raise ModelLoadError(f"model path {str(directory)!r}: {fault}")
     return directory

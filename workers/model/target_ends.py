@@ -96,6 +96,16 @@ def outline(config: PreTrainedConfig) -> ModelOutline:
     )
 
 
+def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of a model with this configuration; of tied ones, the first. No weights are made."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    return {name: tuple(values.shape) for name, values in model.named_parameters()}
+
+
 def _norm_offset(norm: Any) -> float | None:
     """What an RMS norm adds to its weights before they multiply: 0, or 1. `None` for what is no such norm.
 

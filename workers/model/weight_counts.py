@@ -18,7 +18,7 @@ from workers.model.draft_card import is_distilled, read_card
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.quantized_checkpoint import FORMATS, QuantizedCheckpoint, quantization_of
 from workers.model.stored.source import stored_alone
-from workers.model.target_ends import outline, read_config
+from workers.model.target_ends import outline, parameter_shapes, read_config
 from workers.model.weight_files import config_values, weight_files
 
 _TOKEN_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "shared.weight")
@@ -115,13 +115,16 @@ def count_part(
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor in the safetensors of a directory, or of a GGUF model's each parameter in its file.
 
-    Raises `ModelLoadError`.
+    Without any, of each parameter that its configuration states. Raises `ModelLoadError`.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     if (source := stored_alone(directory)) is not None:
         stored = GgufFile(source)
         return {name: shape for name, shape in outline(read_config(directory)).shapes.items() if name in stored}
-    for file in weight_files(directory):
+    files = weight_files(directory)
+    if not files:
+        return parameter_shapes(read_config(directory))
+    for file in files:
         try:
             with safe_open(file, framework="pt") as stored:
                 shapes.update({name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()})  # noqa: SIM118
@@ -133,7 +136,7 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 def _parameter_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter in a directory, quantized or not. Raises `ModelLoadError`."""
     settings = quantization_of(directory)
-    is_packed = settings is not None and str(settings.get("quant_method")) in FORMATS
+    is_packed = settings is not None and str(settings.get("quant_method")) in FORMATS and bool(weight_files(directory))
     return QuantizedCheckpoint(directory).shapes() if is_packed else tensor_shapes(directory)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cluster.core.config.base import MIB, UNSHARED, Choice, Section
 
@@ -25,7 +25,8 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of weights, computation and KV cache."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy` draws random weights in the shape of `config.json`, to measure speed where no weights are at hand."""
+    """`dummy` draws random weights in the shape of `config.json`, to measure speed where no weights are at hand. They
+    are plain numbers, also for a quantized checkpoint."""
     device: Annotated[Literal["auto", "cpu", "cuda"], UNSHARED] = "auto"
     """Device that the model computes on; `auto` takes a GPU where one is free, else the CPU."""
     compile: Choice[Literal["off", "on", "auto"]] = "auto"
@@ -36,6 +37,16 @@ class ModelSection(Section):
     """Directory for compiled code that is reused at the next start; unset takes a folder in Pilotfish's cache."""
     quantization: Literal["none", "int8", "int4", "stored"] = "none"
     """`int8` and `int4` round linear layers to 8 or 4 bits; `stored` keeps a checkpoint's bits."""
+
+    @model_validator(mode="after")
+    def _check_drawn(self) -> Self:
+        if self.load_format == "dummy" and self.quantization == "stored":
+            others = [name for name in get_args(type(self).model_fields["quantization"].annotation) if name != "stored"]
+            raise ValueError(
+                "quantization (stored) is refused with load_format (dummy), which draws plain weights; it must be one "
+                f"of {', '.join(others)}"
+            )
+        return self
 
 
 class PoolSection(Section):

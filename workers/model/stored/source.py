@@ -16,6 +16,9 @@ from workers.model.weight_files import config_values, weight_files
 STORED_IN = "stored_in.txt"
 """The file in a model's directory that names the GGUF file that the directory was made of."""
 
+OF_PLAIN = "auto, none or int8"
+"""Values of `target.quantization` for a model with plain weights."""
+
 
 def write_stored_in(directory: Path, file: Path) -> None:
     """Note in `directory` which file it was made of. A link stays one: its name may be that of a part of the model."""
@@ -55,6 +58,20 @@ def may_stay_stored(path: str) -> bool:
         return "quantization_config" in config_values(directory) or stored_alone(directory) is not None
     packaged = PACKAGED_MODELS.get(path)
     return directory.suffix == ".gguf" if packaged is None else not packaged.is_marian
+
+
+def is_plain(path: str) -> bool:
+    """Whether a model on this machine has plain weights alone, so that none can stay as they are stored.
+
+    A model that is converted from a GGUF file has others, in that file.
+    """
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        return path in PACKAGED_MODELS and not may_stay_stored(path)
+    try:
+        return not config_values(directory).get("quantization_config") and stored_file(directory) is None
+    except ModelLoadError:  # the file is gone: loading says so
+        return False
 
 
 def stored_alone(directory: Path) -> Path | None:
