@@ -40,6 +40,7 @@ FORMATS = {
     "fp8 of bfloat16": Format(Values.E4M3, 128, "bf16"),
     "MXFP4": Format(Values.E2M1, 32, "fp16"),
     "MXFP4 of float32": Format(Values.E2M1, 32, "fp32"),
+    "NF4": Format(Values.TABLE, 64, "fp32"),
 }
 CASES = [
     *((name, capability, rows) for name in FORMATS for capability in GENERATIONS for rows in (FEW, MANY)),
@@ -54,7 +55,7 @@ def test_packed_weights_are_multiplied_on_tensor_cores_without_spills(name: str,
     shape, form = launch_shape(rows), FORMATS[name]
     scales = f"*{form.scales}"
     arguments = {"x": "*bf16", "words": "*i32", "scales": scales, "offsets": scales, "units": "*fp16"}
-    arguments |= {"bias": "*bf16"}
+    arguments |= {"table": "*bf16", "bias": "*bf16"}
     arguments |= {"output": "*bf16", "partial": "*fp32", "counters": "*i32"}
     sizes = ("rows", "outputs", "inputs", "steps", "splits", "group_steps")
     is_k_quant, has_zero = form.offset == "k-quant", form.offset == "zero" or form.values is Values.INTEGERS4

@@ -10,7 +10,7 @@ import torch
 from cluster.core.errors import ConfigurationError
 from tests.gpu_proof.device import IS_INTERPRETED, needs_kernels
 from tests.support.engines.stored_model import TEXT, check_close, load, logits
-from tests.support.models import tiny
+from tests.support.models import quantized, tiny
 from tests.unit.model.stored.test_stored_checkpoints import FAMILIES, write
 from workers.forward import replace_linear
 from workers.forward.gpu_product import gpu_product
@@ -29,7 +29,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replace_linear, "make_linear_kernel", make)
 
 
-@pytest.mark.parametrize("name", ["gptq in activation order", "fp8 in blocks"])
+@pytest.mark.parametrize("name", ["gptq in activation order", "fp8 in blocks", "bitsandbytes nf4"])
 def test_the_logits_of_a_stored_model_are_those_of_the_reference(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,7 +40,8 @@ def test_the_logits_of_a_stored_model_are_those_of_the_reference(
 
 
 def test_weights_that_gpus_have_no_product_for_are_refused_by_name(tmp_path: Path) -> None:
-    write(tiny.save(tmp_path / "plain", FAMILIES["llama"]), tmp_path / "model", "bitsandbytes nf4")
-    message = r"stored is refused on CUDA: model\.layers\.0\.self_attn\.q_proj: values that choose from a table"
+    settings = quantized.AWQ | {"group_size": 24}
+    quantized.save(tiny.save(tmp_path / "plain", FAMILIES["llama"]), tmp_path / "model", quantized.awq(24), settings)
+    message = r"stored is refused on CUDA: model\.layers\.0\.self_attn\.q_proj: groups of 24 .* it must be none, which"
     with pytest.raises(ConfigurationError, match=message):
         load(tmp_path / "model", str(tmp_path), native="off")

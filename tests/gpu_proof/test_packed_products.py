@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.gpu_proof.device import DEVICE, needs_kernels
+from tests.support.models import quantized
 from tests.support.models.stored_gguf import random_k_quant
 from workers.forward.gpu_product import check_product, gpu_product
 from workers.forward.weights.base import NoGpuProduct, Offset
@@ -88,6 +89,20 @@ def test_floats_of_eight_and_four_bits(dtype: torch.dtype) -> None:
     bits = torch.randint(0, 256, (66, 4, 16), generator=draw, dtype=torch.uint8)
     exponents = torch.randint(118, 128, (66, 4), generator=draw, dtype=torch.uint8)
     check(mxfp4_storage(bits, exponents).to(DEVICE), dtype)
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, HALF, FLOAT])
+@pytest.mark.parametrize("shape", [(70, 512), (64, 192)])
+def test_numbers_of_a_table_are_rounded_to_the_type_of_the_inputs(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """NF4: a step has whole groups, or the last one is padded. No count of rows changes a bit."""
+    table = quantized.nf4(64)(numbers(64, 64, dtype=FLOAT).cpu())[0]["weight.quant_map"].to(DEVICE)
+    storage = replace(drawn(shape, "GPTQ"), table=table, zero=0.0)
+    check(storage, dtype)
+    rounded = replace(storage, table=table.to(dtype).float())
+    product = gpu_product(storage, None, dtype)
+    check_product(product, rounded.dequantized(), dtype)
+    x = numbers(5, shape[1], dtype=dtype)
+    assert torch.equal(product.multiply(x), gpu_product(rounded, None, dtype).multiply(x))
 
 
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
@@ -183,8 +198,8 @@ def test_the_order_of_values_in_words() -> None:
 
 def test_a_storage_without_a_product_is_refused_by_name() -> None:
     table = torch.linspace(-1, 1, 16).to(DEVICE)
-    with pytest.raises(NoGpuProduct, match="a table of 16 numbers"):
-        gpu_product(replace(drawn((64, 64), "GPTQ"), table=table, zero=0.0), None, BRAIN)
+    with pytest.raises(NoGpuProduct, match="a table, with a zero or a minimum"):
+        gpu_product(replace(drawn((64, 64), "GPTQ"), table=table, zero=8.0), None, BRAIN)
     with pytest.raises(NoGpuProduct, match="groups of 24 inputs"):
         gpu_product(replace(drawn((64, 96), "Q4_0"), scale=torch.ones(64, 4, device=DEVICE)), None, BRAIN)
 

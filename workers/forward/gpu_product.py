@@ -28,13 +28,16 @@ class GpuProduct:
 
     matrix: Words
     bias: torch.Tensor | None
+    table: torch.Tensor | None = None
+    """What values of `Values.TABLE` choose from, in the type of the inputs: to that type products round it."""
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply `x` `[…, in]` → `[…, out]`. No row's product depends on the other rows."""
         flat = x.reshape(-1, x.shape[-1])
         flat = flat.contiguous() if self.matrix.order is None else flat.index_select(1, self.matrix.order)
         own, bias = self.matrix, self.bias
-        others = (one for one in (own.offset, own.units, bias) if one is not None)
+        table = own.table if self.table is None else self.table
+        others = (one for one in (own.offset, own.units, table, bias) if one is not None)
         parts = [own.words, own.scale, own.counters, *others]
         shape = (own.outputs, own.inputs, own.chunk, own.step_group, own.group_steps, own.splits)
         kind = (int(own.values), int(own.has_minimum), int(own.has_zero), int(own.offset is not None), own.super_groups)
@@ -51,7 +54,8 @@ def gpu_product(storage: Storage, bias: torch.Tensor | None, dtype: torch.dtype)
 
     Raises `NoGpuProduct` if there is none, or if it fails its trial.
     """
-    product = GpuProduct(storage.words(), bias)
+    matrix = storage.words()
+    product = GpuProduct(matrix, bias, None if matrix.table is None else matrix.table.to(dtype))
     if storage.device.type == "cuda":
         reference = storage.take_outputs(slice(0, _TRIAL_OUTPUTS)).dequantized()
         try:
@@ -117,6 +121,7 @@ def _multiply(x: torch.Tensor, parts: list[torch.Tensor], numbers: list[int], ze
         order=None,  # of the rows, which are in the matrix's order by now
         units=others.pop(0) if super_groups else None,
         super_groups=super_groups,
+        table=others.pop(0) if values == Values.TABLE else None,
     )
     return multiply(x, matrix, others[0] if others else None)
 

@@ -97,7 +97,8 @@ def test_other_layers_have_no_weights(target: PreTrainedModel, directory: Path, 
 
 
 QUANTIZED: dict[str, tuple[quantized.Quantize, dict[str, Any]]] = {
-    "awq": (quantized.awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
+    "awq": (quantized.awq(16), quantized.AWQ | {"group_size": 16}),
+    "awq of small groups": (quantized.awq(8), quantized.AWQ | {"group_size": 8}),
     "gptq": (quantized.gptq(4, 16), {"quant_method": "gptq", "bits": 4, "group_size": 16}),
     "nf4": (quantized.nf4(16), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
 }
@@ -135,7 +136,10 @@ def test_of_quantized_files_the_wanted_layers_alone_are_dequantized(
 
 @pytest.mark.parametrize(
     ("of_integers", "device", "is_copied"),
-    [("awq", "cuda", False), ("nf4", "cpu", False), ("nf4", "cuda", True)],
+    [
+        *(("awq", "cuda", False), ("nf4", "cuda", False)),
+        *(("awq of small groups", "cpu", False), ("awq of small groups", "cuda", True)),
+    ],
     indirect=["of_integers"],
 )
 def test_a_training_on_a_gpu_dequantizes_what_gpus_do_not_multiply_as_it_is_stored(

@@ -20,6 +20,7 @@ from workers.forward.weights.words import BLOCK, LaunchShape, Values, Words, lau
 
 _INTEGERS4, _INTEGERS8 = tl.constexpr(int(Values.INTEGERS4)), tl.constexpr(int(Values.INTEGERS8))
 _E4M3, _E2M1 = tl.constexpr(int(Values.E4M3)), tl.constexpr(int(Values.E2M1))
+_TABLE = tl.constexpr(int(Values.TABLE))
 _RUNTIME = ["rows", "steps", "splits", "group_steps"]
 """Arguments whose values must not make the compiler write code of their own."""
 
@@ -29,7 +30,7 @@ def multiply(
 ) -> torch.Tensor:
     """`x` `[rows, inputs]`, contiguous, times the matrix: `[rows, outputs]` in the type of `x`.
 
-    `bias` is `[outputs]`. `shape` is that of `launch_shape` unless it is given.
+    `bias` is `[outputs]`, and a table has the type of `x`. `shape` is that of `launch_shape` unless it is given.
     """
     rows = len(x)
     shape = shape or launch_shape(rows)
@@ -43,6 +44,7 @@ def multiply(
     multiply_groups[grid](
         x, matrix.words, matrix.scale, matrix.scale if matrix.offset is None else matrix.offset,
         matrix.scale if matrix.units is None else matrix.units,
+        matrix.scale if matrix.table is None else matrix.table,
         output if bias is None else bias, output, partial, matrix.counters,
         rows, matrix.outputs, matrix.inputs, matrix.steps, matrix.splits, matrix.group_steps, matrix.zero,
         SUPER=matrix.super_groups, GROUP=matrix.step_group, CHUNK=matrix.chunk, VALUES=int(matrix.values),
@@ -50,14 +52,15 @@ def multiply(
         HAS_MINIMUM=matrix.has_minimum, HAS_ZERO=matrix.has_zero, HAS_BIAS=bias is not None, HAS_TAIL=matrix.has_tail,
         IS_SPLIT=apart, ROWS=shape.rows, TILE=shape.outputs, BLOCK=BLOCK,
         EXACT=x.dtype == torch.float32 or not x.is_cuda,  # the interpreter computes nothing in bfloat16
-        num_warps=shape.warps, num_stages=shape.stages,
+        num_warps=shape.warps,
+        num_stages=1 if matrix.table is not None and x.dtype == torch.float32 else shape.stages,  # it would be copied
     )  # fmt: skip
     return output
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def multiply_groups(
-    x, words, scales, offsets, units, bias, output, partial, counters,
+    x, words, scales, offsets, units, table, bias, output, partial, counters,
     rows, outputs, inputs, steps, splits, group_steps, zero,
     SUPER: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr, HAS_OFFSET: tl.constexpr,
     HAS_MINIMUM: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_TAIL: tl.constexpr,
@@ -77,7 +80,7 @@ def multiply_groups(
     for turn in range(1 if IS_SPLIT else splits):
         split = tl.program_id(2) if IS_SPLIT else turn
         total += sum_of_split(
-            own, places, scales + column, offsets + column, units + column, is_row, is_column, lane,
+            own, places, scales + column, offsets + column, units + column, table, is_row, is_column, lane,
             split * per_split, tl.minimum((split + 1) * per_split, steps), outputs, inputs, group_steps, zero,
             output.dtype.element_ty, SUPER, GROUP, CHUNK, VALUES, HAS_OFFSET, HAS_MINIMUM, HAS_ZERO, HAS_TAIL,
             ROWS, TILE, BLOCK, EXACT,
@@ -102,7 +105,7 @@ def multiply_groups(
 
 @triton.jit
 def sum_of_split(
-    own, places, scales, offsets, units, is_row, is_column, lane,
+    own, places, scales, offsets, units, table, is_row, is_column, lane,
     first_step, end_step, outputs, inputs, group_steps, zero, kind: tl.constexpr,
     SUPER: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, VALUES: tl.constexpr, HAS_OFFSET: tl.constexpr,
     HAS_MINIMUM: tl.constexpr, HAS_ZERO: tl.constexpr, HAS_TAIL: tl.constexpr,
@@ -115,8 +118,14 @@ def sum_of_split(
     """
     each: tl.constexpr = 4 if VALUES == _INTEGERS8 else 4 if VALUES == _E4M3 else 8  # values of a word
     found = tl.zeros((ROWS, TILE), tl.float32)
+    if VALUES == _TABLE:  # the compiler loads no words ahead where the addresses of other loads depend on them
+        ahead = tl.load(places + tl.minimum(first_step, end_step - 1) * (BLOCK * CHUNK))
     for step in range(first_step, end_step):
-        packed = tl.load(places + step * (BLOCK * CHUNK)).to(tl.uint32, bitcast=True)
+        if VALUES == _TABLE:
+            packed = ahead.to(tl.uint32, bitcast=True)
+            ahead = tl.load(places + tl.minimum(step + 1, end_step - 1) * (BLOCK * CHUNK))
+        else:
+            packed = tl.load(places + step * (BLOCK * CHUNK)).to(tl.uint32, bitcast=True)
         products = tl.zeros((ROWS, TILE), tl.float32)
         sums = tl.zeros((ROWS, 2 * ROWS), tl.float32)  # wider than high, which makes each warp compute other outputs
         for chunk in tl.static_range(each):
@@ -127,7 +136,10 @@ def sum_of_split(
             numbers = tl.load(own + first, mask=mask, other=0.0)
             if EXACT:
                 numbers = numbers.to(tl.float32)
-            weights = widened(packed, chunk, VALUES, tl.float16 if kind == tl.float16 else tl.bfloat16, EXACT)
+            if VALUES == _TABLE:
+                weights = chosen(packed, table, chunk, EXACT)
+            else:
+                weights = widened(packed, chunk, VALUES, tl.float16 if kind == tl.float16 else tl.bfloat16, EXACT)
             products = tl.dot(numbers, weights, products, input_precision="ieee")
             if HAS_MINIMUM or HAS_ZERO:
                 sums = tl.dot(numbers, tl.full((CHUNK, 2 * ROWS), 1.0, numbers.dtype), sums, input_precision="ieee")
@@ -194,6 +206,14 @@ def widened(packed, chunk: tl.constexpr, VALUES: tl.constexpr, kind: tl.constexp
     both = ((moved & 0x00070007) << (9 if is_half else 6)) | ((moved & 0x00080008) << 12)
     number = half(both, chunk, kind, EXACT)
     return number * tl.full((1, 1), 16384.0 if is_half else 2.0**126, number.dtype)
+
+
+@triton.jit
+def chosen(packed, table, chunk: tl.constexpr, EXACT: tl.constexpr):
+    """The numbers of one chunk that values choose from a table of 16, which the nearest cache holds."""
+    shift: tl.constexpr = chunk // 2 * 4 + chunk % 2 * 16
+    number = tl.load(table + ((packed >> shift) & 15).to(tl.int32))
+    return number.to(tl.float32) if EXACT else number
 
 
 @triton.jit

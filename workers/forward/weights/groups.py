@@ -237,6 +237,7 @@ class GroupStorage:
             has_zero=self.offset is Offset.ZERO or added != self.zero,
             zero=added - self.zero,
             order=self.order,
+            table=self.table if values is Values.TABLE else None,
         )
 
     def _gpu_values(self) -> Values:
@@ -248,9 +249,10 @@ class GroupStorage:
         if self.offsets is None and self.zero == 0.0:
             if self.kind is Kind.GROUPS_E4M3:
                 return Values.E4M3
-            if self.table is not None and torch.equal(self.table.cpu(), torch.tensor(E2M1)):
-                return Values.E2M1
-        raise NoGpuProduct("values that choose from a table of 16 numbers, which are not those of 4-bit floats (E2M1)")
+            if self.table is not None:
+                is_e2m1 = torch.equal(self.table.cpu(), torch.tensor(E2M1))
+                return Values.E2M1 if is_e2m1 else Values.TABLE
+        raise NoGpuProduct("floats of 8 bits, or values that choose from a table, with a zero or a minimum")
 
     def blocks(self, layout: KernelLayout, take: Take) -> Blocks:
         columns, kind = layout.columns, self.packed_kind(layout)

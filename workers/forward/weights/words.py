@@ -35,6 +35,11 @@ class Values(IntEnum):
     """Floats of 8 bits."""
     E2M1 = 3
     """Floats of 4 bits."""
+    TABLE = 4
+    """4 bits that choose from a table of 16 numbers."""
+
+
+_OF_4_BITS = frozenset({Values.INTEGERS4, Values.E2M1, Values.TABLE})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +76,8 @@ class Words:
     """float16 `[super-blocks, 1 or 2, outputs]`: what integers in `scale` and in `offset` are multiplied with."""
     super_groups: int = 0
     """Groups that share a unit; 0 without units."""
+    table: torch.Tensor | None = None
+    """float32 `[16]`: what values choose from, for `Values.TABLE`."""
 
     @property
     def steps(self) -> int:
@@ -88,7 +95,7 @@ class Words:
         The host waits for nothing.
         """
         packed = self.words[ids // BLOCK, :, ids % BLOCK].contiguous().view(torch.uint8)  # [rows, steps, 4 * chunk]
-        numbers = _numbers(packed.view(len(ids), self.steps, self.chunk, 4).transpose(2, 3), self.values)
+        numbers = self._numbers(packed.view(len(ids), self.steps, self.chunk, 4).transpose(2, 3))
         numbers = numbers.flatten(1)[:, : self.inputs].view(len(ids), len(self.scale), -1)  # [rows, groups, inputs]
         scale = self._of_groups(self.scale, 0, ids)
         if self.offset is None:
@@ -108,6 +115,25 @@ class Words:
             found = (units[:, None] * found.view(len(units), self.super_groups, -1)).flatten(0, 1)
         return found.t()[..., None]
 
+    def _numbers(self, packed: torch.Tensor) -> torch.Tensor:
+        """The bytes of words, uint8 `[rows, steps, 4, chunk]` → their numbers, float32 `[rows, steps, each, chunk]`."""
+        if self.values in _OF_4_BITS:
+            nibbles = torch.stack([packed & 15, packed >> 4], dim=2)  # [rows, steps, 2, 4, chunk]
+            whole = torch.stack([nibbles[:, :, :, :2], nibbles[:, :, :, 2:]], dim=4)  # low and high halves of words
+            held = whole.transpose(2, 3).flatten(2, 4)
+        else:
+            held = torch.stack([packed[:, :, :2], packed[:, :, 2:]], dim=3).flatten(2, 3)
+        if self.table is not None:
+            return self.table[held.int()]
+        if self.values is Values.INTEGERS8:
+            return held.float() - 128.0
+        if self.values is Values.E4M3:
+            return held.view(torch.float8_e4m3fn).float()
+        if self.values is Values.E2M1:  # its bits in a float16, whose exponents have another bias
+            wide = held.to(torch.int32)
+            return ((wide & 7) << 9 | (wide & 8) << 12).to(torch.int16).view(torch.float16).float() * 16384.0
+        return held.float()
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -116,7 +142,7 @@ class Words:
     def nbytes_of(self, outputs: int) -> int:
         """Bytes of all tensors if the matrix had so many outputs."""
         each = sum(one.nbytes for one in (self.scale, self.offset, self.units) if one is not None) // self.outputs
-        shared = 0 if self.order is None else self.order.nbytes
+        shared = sum(one.nbytes for one in (self.order, self.table) if one is not None)
         blocks, counters = -(-outputs // BLOCK), tiles_of(outputs) * self.counters.itemsize
         return blocks * self.words[:1].nbytes + outputs * each + counters + shared
 
@@ -144,7 +170,7 @@ def launch_shape(rows: int) -> LaunchShape:
 
 def step_inputs(values: Values, chunk: int) -> int:
     """Inputs of a step."""
-    return chunk * (8 if values in (Values.INTEGERS4, Values.E2M1) else 4)
+    return chunk * (8 if values in _OF_4_BITS else 4)
 
 
 def chunk_for(values: Values, inputs: int, group: int) -> int | None:
@@ -187,24 +213,6 @@ def counters_for(outputs: int, device: torch.device) -> torch.Tensor:
 def added_by_widening(values: Values) -> float:
     """What the product's widening adds to each value, and `Words.zero` takes away."""
     return -16.0 if values is Values.INTEGERS4 else 0.0
-
-
-def _numbers(packed: torch.Tensor, values: Values) -> torch.Tensor:
-    """The bytes of words, uint8 `[rows, steps, 4, chunk]` → their numbers, float32 `[rows, steps, each, chunk]`."""
-    if values in (Values.INTEGERS4, Values.E2M1):
-        nibbles = torch.stack([packed & 15, packed >> 4], dim=2)  # [rows, steps, 2, 4, chunk]
-        whole = torch.stack([nibbles[:, :, :, :2], nibbles[:, :, :, 2:]], dim=4)  # low and high halves of words
-        held = whole.transpose(2, 3).flatten(2, 4)
-    else:
-        held = torch.stack([packed[:, :, :2], packed[:, :, 2:]], dim=3).flatten(2, 3)
-    if values is Values.INTEGERS8:
-        return held.float() - 128.0
-    if values is Values.E4M3:
-        return held.view(torch.float8_e4m3fn).float()
-    if values is Values.E2M1:  # its bits in a float16, whose exponents have another bias
-        wide = held.to(torch.int32)
-        return ((wide & 7) << 9 | (wide & 8) << 12).to(torch.int16).view(torch.float16).float() * 16384.0
-    return held.float()
 
 
 def pack_words(values: torch.Tensor, bits: int, chunk: int) -> torch.Tensor:

@@ -201,13 +201,15 @@ class QuantizedCheckpoint:
     def kind_of(self, parameter: str) -> tuple[tuple[str, object], ...]:
         """What the bytes of a matrix depend on: shapes, types, and whether inputs are in another order.
 
-        All plain ones are of one kind. Raises `ModelLoadError`.
+        Its own shape is among them, since that of packed numbers may be the same for others. All plain ones are of one
+        kind. Raises `ModelLoadError`.
         """
         if not self.is_quantized(parameter):
             return ()
         module = parameter.rpartition(".")[0]
         parts = ((word, self._mapped(f"{module}.{word}")) for word in sorted(self._words[module] & self.format.parts))
-        return tuple((word, (tuple(tensor.shape), tensor.dtype, _is_shuffled(tensor))) for word, tensor in parts)
+        stored = ((word, (tuple(tensor.shape), tensor.dtype, _is_shuffled(tensor))) for word, tensor in parts)
+        return (("shape", self._quantized_shape(parameter)), *stored)
 
     def _experts_nbytes(self, parameter: str, blocks: torch.Tensor) -> int:
         """Bytes of the matrices of all experts, as a CPU has them."""

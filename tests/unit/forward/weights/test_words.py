@@ -34,7 +34,7 @@ def groups(bits: int, offset: Offset, *, shuffled: bool = False) -> Storage:
     return stored((OUT, 96, 32, shuffled), bits, offset)
 
 
-def with_zero(bits: int, zero: float) -> Storage:
+def with_zero(bits: int, zero: float) -> GroupStorage:
     """Groups with one zero."""
     found = stored((OUT, 96, 32, False), bits, Offset.NONE)
     assert isinstance(found, GroupStorage)
@@ -54,6 +54,11 @@ def mxfp4() -> Storage:
     return mxfp4_storage(blocks, torch.arange(OUT * 3).view(OUT, 3).remainder(16).to(torch.uint8) + 120)
 
 
+def nf4() -> Storage:
+    """Values that choose from a table, in groups of 32."""
+    return replace(with_zero(4, 0.0), table=torch.linspace(-1, 1, 16))
+
+
 STORAGES: dict[str, Callable[[], Storage]] = {
     **{name: lambda name=name: quantized(name) for name in SCALES},  # type: ignore[misc]
     **{
@@ -67,6 +72,7 @@ STORAGES: dict[str, Callable[[], Storage]] = {
     "int8": lambda: Int8Storage.quantized(torch.randn(OUT, 96)),
     "fp8": fp8,
     "mxfp4": mxfp4,
+    "nf4": nf4,
 }
 
 
@@ -105,11 +111,11 @@ def test_the_reported_bytes_are_those_of_all_tensors(name: str) -> None:
             assert storage.nbytes_of(outputs, on_gpu=True) == matrix.nbytes == tensors_of(matrix)
 
 
-@pytest.mark.parametrize("name", ["Q6_K", "Q4_K", "fp8", "mxfp4", "activation order"])
+@pytest.mark.parametrize("name", ["Q6_K", "Q4_K", "fp8", "mxfp4", "nf4", "activation order"])
 def test_reading_rows_makes_no_host_wait_for_a_device(name: str) -> None:
     matrix = STORAGES[name]().words()
     with fake_device() as device:
-        tensors = {key: getattr(matrix, key) for key in ("words", "scale", "offset", "units", "order")}
+        tensors = {key: getattr(matrix, key) for key in ("words", "scale", "offset", "units", "order", "table")}
         copies: dict[str, Any] = {
             key: None if one is None else torch.empty(one.shape, dtype=one.dtype, device=device)
             for key, one in tensors.items()

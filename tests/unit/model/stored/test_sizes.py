@@ -166,11 +166,14 @@ Q4_K_M = {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
 """The types of a file of that name beside Q4_K."""
 
 
-def k_quants(folder: Path) -> tuple[Path, int]:
-    """The directory of a model that is stored as Q4_K_M, and the bytes of its tensors in the file."""
+def k_quants(folder: Path, default: str = "Q4_K") -> tuple[Path, int]:
+    """The directory of a model that is stored as Q4_K_M, and the bytes of its tensors in the file.
+
+    `default` takes the place of Q4_K.
+    """
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = tiny.llama(**sizes, head_dim=64, tie_word_embeddings=True)
-    directory, _ = stored_gguf.convert(folder, "llama", config, Q4_K_M, default="Q4_K")
+    directory, _ = stored_gguf.convert(folder, "llama", config, Q4_K_M, default=default)
     return directory, sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(folder / "model.gguf").tensors)
 
 
@@ -188,8 +191,9 @@ def test_k_quants_take_a_twentieth_more_than_their_file(tmp_path: Path) -> None:
     assert stored_bytes(directory, "bfloat16") == pytest.approx(packed, rel=0.02)
 
 
-def test_a_gpu_takes_more_for_k_quants(tmp_path: Path) -> None:
-    directory, _ = k_quants(tmp_path)
+@pytest.mark.parametrize("default", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_a_gpu_takes_more_for_k_quants(default: str, tmp_path: Path) -> None:
+    directory, _ = k_quants(tmp_path, default)
     module = rank_of(tmp_path / "model.gguf", directory)
     found = stored_bytes(directory, "bfloat16", on_gpu=True)
     assert found == held_bytes(module, on_gpu=True) > (stored_bytes(directory, "bfloat16") or 0)

@@ -21,7 +21,8 @@ from workers.serve.configuration import load_configuration
 from workers.verify.build import build_engine
 
 KEPT_AS_STORED, PLAIN = StoredChoice(is_kept=True), StoredChoice(is_kept=False)
-WITHOUT_GPU_PRODUCTS = ("bitsandbytes nf4", "bitsandbytes nf4 nested")
+AWQ_OF_24 = (quantized.awq(24), quantized.AWQ | {"group_size": 24})
+"""A checkpoint that CPUs multiply as it is stored, and GPUs do not."""
 
 
 def choice(directory: Path, *, on_gpu: bool = False, **values: Any) -> StoredChoice:
@@ -44,12 +45,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", slow_but(FEW, CHECKPOINTS))
 def test_a_checkpoint_of_each_format_is_kept(name: str, ranks: int, on_gpu: bool, plain: Path, tmp_path: Path) -> None:
     write(plain, tmp_path / "model", name)
-    found = choice(tmp_path / "model", on_gpu=on_gpu, tensor_parallel=ranks)
-    if on_gpu and name in WITHOUT_GPU_PRODUCTS:
-        assert not found.is_kept
-        assert "GPUs have no product for model.layers." in found.refusal
-    else:
-        assert found == KEPT_AS_STORED
+    assert choice(tmp_path / "model", on_gpu=on_gpu, tensor_parallel=ranks) == KEPT_AS_STORED
+
+
+def test_groups_that_gpus_do_not_multiply_are_kept_on_a_cpu(plain: Path, tmp_path: Path) -> None:
+    quantized.save(plain, tmp_path / "model", *AWQ_OF_24)
+    assert choice(tmp_path / "model") == KEPT_AS_STORED
+    found = choice(tmp_path / "model", on_gpu=True)
+    assert not found.is_kept
+    assert "GPUs have no product for model.layers." in found.refusal
+    assert "groups of 24 inputs; their size must be a multiple of 16" in found.refusal
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_one_line_says_why_weights_are_dequantized_and_what_it_costs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = tiny.save(tmp_path / "plain", tiny.llama(**SIZES, head_dim=32))
-    quantized.save(source, tmp_path / "model", quantized.nf4(32), CHECKPOINTS["bitsandbytes nf4"][1])
+    quantized.save(source, tmp_path / "model", *AWQ_OF_24)
     values = {"target.path": str(tmp_path / "model"), "target.device": "cuda", "draft.method": "none"}
     with caplog.at_level(logging.WARNING):
         found = models.resolve_models(load_configuration({}, values), tmp_path / "cache", lambda _: None)
