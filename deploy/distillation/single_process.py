@@ -43,6 +43,7 @@ from workers.distill.prompts import Task, evaluation_tasks, read_prompts, schedu
 from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import multiplies_bfloat16
 from workers.distill.vocabulary import frequent_tokens
+from workers.model.dequantized import weights_in_words
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, FeatureShape, MaskedBlockShape, RopeShape
 from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
@@ -194,7 +195,7 @@ class SingleProcess(ABC):
         """The draft that is trained further; `None`: a new one."""
         notes = "" if chosen.notes is None else chosen.notes.read_text(encoding="utf-8")
         name, command = chosen.name or self.directory.name, command_of(self.command, chosen)
-        self.card = TrainingCard(name, command, self.device, notes)
+        self.card = TrainingCard(name, command, self.device, notes, weights_in_words(self.directory))
         self.taps(), self.first_layers()  # what is refused is so before the target writes texts
 
     @cached_property

@@ -33,6 +33,8 @@ class TrainingCard:
     """The device that the training runs on."""
     notes: str
     """Markdown to append."""
+    weights: str = ""
+    """How the target's weights are stored, in words; empty for plain ones."""
     introduction: str = ""
     """What the draft is."""
     method: str = ""
@@ -57,6 +59,7 @@ class TrainingCard:
         lines = "\n".join(f"    {line}" for _, line in self.lines)
         curve = f"\n![Loss and tokens per step]({CURVE})\n" if self.pictures() else ""
         notes = f"\n{self.notes.strip()}\n" if self.notes.strip() else ""
+        weights = f" The target's weights: {self.weights}." if self.weights else ""
         return f"""\
 # A draft for {self.target}
 
@@ -64,7 +67,7 @@ class TrainingCard:
 
 ## How it was made
 
-{self.method} The device: {device_name(self.device)}.
+{self.method}{weights} The device: {device_name(self.device)}.
 
 ```
 {self.command_line}

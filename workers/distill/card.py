@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from cluster.core.config.target_section import TargetSection
 from workers.distill.agreement import Counts, share
 from workers.distill.answers import Answer
 from workers.distill.checkpoints import Progress
+from workers.model.dequantized import weights_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +20,8 @@ class Facts:
 
     target: str
     """Name of the target."""
-    target_dtype: str
-    """The data type in which the target computed the answers."""
+    target_form: str
+    """The data type in which the target computed the answers, and how its weights are stored."""
     command_line: str
     """The command that made the draft."""
     has_generated_questions: bool
@@ -53,6 +56,14 @@ class Facts:
     """Whether the draft uses the target's encoder."""
 
 
+def computed_in(target: TargetSection) -> str:
+    """The data type in which a target computes, and how its weights are stored, in words."""
+    if target.quantization == "int8":
+        return f"{target.dtype}, weights rounded to int8"
+    found = weights_in_words(Path(target.path))
+    return f"{target.dtype}, weights {found}" if found else target.dtype
+
+
 def write(facts: Facts) -> str:
     """The card, as Markdown."""
     answer_tokens = sum(len(answer.answer) for answer in facts.answers)
@@ -71,7 +82,7 @@ target's own decision. The draft has {facts.own_parameters:,} parameters of its 
 {facts.command_line}
 ```
 
-The method is Seq-KD (Kim & Rush 2016). The target (in {facts.target_dtype}) answered the prompts. The student learned
+The method is Seq-KD (Kim & Rush 2016). The target (in {facts.target_form}) answered the prompts. The student learned
 the target's probabilities at every token of the answers.{_question_origin(facts)}
 
 | | |

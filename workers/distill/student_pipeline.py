@@ -57,7 +57,7 @@ def distill_model(job: DistillJob) -> None:
     curve = loss_curve(progress)
     facts = card.Facts(
         target=job.name,
-        target_dtype=configuration.target.dtype,
+        target_form=card.computed_in(configuration.target),
         command_line=job.command_line,
         has_generated_questions=data.has_generated_questions,
         answers=data.train,

@@ -1,10 +1,12 @@
-"""What a model directory's weights were before they were de-quantized: its numbers are those of the quantized model."""
+"""What a model directory's weights are, or were before they were de-quantized: numbers of the quantized model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from workers.model.packaged.catalogue import PACKAGED_MODELS
+from workers.model.stored.source import stored_alone
+from workers.model.weight_files import config_values
 
 _FILE = "dequantized_from.txt"
 _MOST_CHARACTERS = 200
@@ -25,3 +27,18 @@ def dequantized_from(directory: Path) -> str:
         return file.read_text("utf-8")[:_MOST_CHARACTERS]
     packaged = PACKAGED_MODELS.get(directory.name)
     return "" if packaged is None else packaged.quantized
+
+
+def weights_in_words(directory: Path) -> str:
+    """How the weights in a model directory are stored, as `as they are stored (awq, 4 bits)`; empty for plain ones.
+
+    Raises `ModelLoadError` if the file that they are stored in is gone.
+    """
+    settings = config_values(directory).get("quantization_config")
+    if isinstance(settings, dict):
+        bits = settings.get("bits")
+        return f"as they are stored ({settings.get('quant_method')}{f', {bits} bits' if bits else ''})"
+    form = dequantized_from(directory)
+    if stored_alone(directory) is not None:
+        return f"as they are stored ({form})"
+    return f"de-quantized from {form}" if form else ""

@@ -19,8 +19,8 @@ class ModuleFacts:
     """The contents of the card."""
 
     card: DraftCard
-    target_dtype: str
-    """The data type in which the target computed the answers."""
+    target_form: str
+    """The data type in which the target computed the answers, and how its weights are stored."""
     command_line: str
     answers: Sequence[Answer]
     """The answers that were trained on."""
@@ -58,7 +58,7 @@ def write_card(facts: ModuleFacts) -> str:
         "\n## How it was made\n",
         f"```\n{facts.command_line}\n```\n",
         "| | |\n|---|---|",
-        f"| answers of the target (in {facts.target_dtype}) | {len(facts.answers):,}, {tokens:,} tokens |",
+        f"| answers of the target (in {facts.target_form}) | {len(facts.answers):,}, {tokens:,} tokens |",
         f"| sampled at | {temperatures(facts.answers)} |",
         f"| prompts | {sources(facts.answers)} |",
     ]

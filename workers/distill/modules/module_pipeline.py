@@ -14,6 +14,7 @@ import torch
 from cluster.core.errors import ConfigurationError
 from workers.distill.answers import Answer
 from workers.distill.budget import Budget
+from workers.distill.card import computed_in
 from workers.distill.chart import loss_curve
 from workers.distill.data import DistillData, begin_budget, collect_answers, draft_vocabulary
 from workers.distill.job import DistillJob
@@ -78,7 +79,7 @@ def distill_module(job: DistillJob) -> None:
     curve = loss_curve(progress, is_tokens=True) if progress.losses or progress.served else None
     facts = ModuleFacts(
         card=trained.card,
-        target_dtype=job.configuration.target.dtype,
+        target_form=computed_in(job.configuration.target),
         command_line=job.command_line,
         answers=data.train,
         start=made.start,
