@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, PreTrai
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from cluster.core.config.target_section import TargetSection
+from cluster.core.drafting import DraftBudget
 from cluster.core.errors import ConfigurationError, ModelLoadError
-from tests.support.engines.engine_sequence import generate
-from tests.support.engines.rank_group import rank_group
+from tests.support.engines.colocated_decoding import decode_together
+from tests.support.engines.engine_sequence import GREEDY, generate
+from tests.support.engines.rank_group import configure_ranks, rank_group
 from tests.support.engines.stored_model import TEXT, check_close, check_greedy, load, logits
 from tests.support.models import quantized, tiny
 from tests.unit.model.stored.test_sizes import held_bytes, tensors_of
@@ -27,6 +30,7 @@ from tests.unit.model.stored.test_stored_answers import (
     form,
     open_engine,
 )
+from workers.draft.registry import create
 from workers.forward.attention import register
 from workers.forward.experts import FastExperts
 from workers.forward.native.packed_experts import PackedExperts
@@ -38,6 +42,7 @@ from workers.model.share import Share
 from workers.model.stored.loading import load_stored
 from workers.model.stored.quantized_checkpoint import stored_bytes
 from workers.model.stored_choice import choose_stored
+from workers.verify.build import build_engine
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -115,6 +120,28 @@ def test_three_ranks_write_what_the_dequantized_experts_decide(tmp_path: Path) -
     reference, path = write(tmp_path, config(heads=6, kv_heads=3))
     with rank_group(RANKS) as group:
         check_texts_of_ranks(form(group, path), reference)
+        check_own_drafts(group.form(configure_ranks(path, RANKS, layers=2, quantization="stored")), reference)
+
+
+def test_experts_draft_for_several_texts_and_change_none(reference_and_path: tuple[PreTrainedModel, Path]) -> None:
+    reference, path = reference_and_path
+    configuration = configure_ranks(path, 1, layers=2, quantization="stored")
+    engine = build_engine(configuration.target, method=create(configuration.draft, configuration.target))
+    try:
+        check_own_drafts(engine, reference)
+    finally:
+        engine.close()
+
+
+def check_own_drafts(engine: Any, reference: PreTrainedModel) -> None:
+    """Check the texts of an engine whose own layers draft, all of them: what they draft is decided."""
+    alone = [generate(engine, prompt, TOKENS) for prompt in PROMPTS]
+    for prompt, text in zip(PROMPTS, alone, strict=True):
+        check_greedy(reference, prompt, text)
+    requests = {str(index): (prompt, GREEDY) for index, prompt in enumerate(PROMPTS)}
+    decoded = decode_together(engine.step, requests, TOKENS, DraftBudget(4, 4)).values()
+    assert [one.answer[:TOKENS] for one in decoded] == alone
+    assert all(one.accepted >= TOKENS // 2 for one in decoded)
 
 
 def test_logits_are_those_of_the_dequantized_experts(written: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
