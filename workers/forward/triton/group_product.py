@@ -118,14 +118,13 @@ def sum_of_split(
     """
     each: tl.constexpr = 4 if VALUES == _INTEGERS8 else 4 if VALUES == _E4M3 else 8  # values of a word
     found = tl.zeros((ROWS, TILE), tl.float32)
-    if VALUES == _TABLE:  # the compiler loads no words ahead where the addresses of other loads depend on them
-        ahead = tl.load(places + tl.minimum(first_step, end_step - 1) * (BLOCK * CHUNK))
+    # The compiler loads no words ahead where the addresses of other loads depend on them.
+    ahead = tl.load(places + tl.minimum(first_step, end_step - 1) * (BLOCK * CHUNK)) if VALUES == _TABLE else 0
     for step in range(first_step, end_step):
+        loaded = ahead if VALUES == _TABLE else tl.load(places + step * (BLOCK * CHUNK))
+        packed = loaded.to(tl.uint32, bitcast=True)
         if VALUES == _TABLE:
-            packed = ahead.to(tl.uint32, bitcast=True)
             ahead = tl.load(places + tl.minimum(step + 1, end_step - 1) * (BLOCK * CHUNK))
-        else:
-            packed = tl.load(places + step * (BLOCK * CHUNK)).to(tl.uint32, bitcast=True)
         products = tl.zeros((ROWS, TILE), tl.float32)
         sums = tl.zeros((ROWS, 2 * ROWS), tl.float32)  # wider than high, which makes each warp compute other outputs
         for chunk in tl.static_range(each):
@@ -136,10 +135,7 @@ def sum_of_split(
             numbers = tl.load(own + first, mask=mask, other=0.0)
             if EXACT:
                 numbers = numbers.to(tl.float32)
-            if VALUES == _TABLE:
-                weights = chosen(packed, table, chunk, EXACT)
-            else:
-                weights = widened(packed, chunk, VALUES, tl.float16 if kind == tl.float16 else tl.bfloat16, EXACT)
+            weights = widened(packed, table, chunk, VALUES, tl.float16 if kind == tl.float16 else tl.bfloat16, EXACT)
             products = tl.dot(numbers, weights, products, input_precision="ieee")
             if HAS_MINIMUM or HAS_ZERO:
                 sums = tl.dot(numbers, tl.full((CHUNK, 2 * ROWS), 1.0, numbers.dtype), sums, input_precision="ieee")
@@ -183,9 +179,11 @@ def finish(total, bias, output, is_column, is_output, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def widened(packed, chunk: tl.constexpr, VALUES: tl.constexpr, kind: tl.constexpr, EXACT: tl.constexpr):
+def widened(packed, table, chunk: tl.constexpr, VALUES: tl.constexpr, kind: tl.constexpr, EXACT: tl.constexpr):
     """The values of one chunk as floats of 16 bits, or of 32 bits for `EXACT`. Integers of 4 bits are 16 too large."""
     is_half: tl.constexpr = kind == tl.float16
+    if VALUES == _TABLE:
+        return chosen(packed, table, chunk, EXACT)
     if VALUES == _INTEGERS8:
         # The bits of 2^23 + value; the words hold each integer 128 too large.
         whole = ((packed >> (8 * (chunk // 2 + chunk % 2 * 2))) & 0xFF) | 0x4B000000
