@@ -110,7 +110,7 @@ def test_penalties_set_the_bits_of_their_tokens_in_masks_that_are_zero_before() 
 
 
 def test_ranks_exchange_sums_by_digits_of_rows_with_top_p_and_winners_of_all_rows() -> None:
-    """Each reads its own logits alone, in two more passes than one GPU: digits are smaller."""
+    """Each reads its own logits alone, in one more pass than one GPU: digits are smaller."""
     step = count_step(RANK, (Rows(3, 300, top_p=True), Rows(2, 300)))
     largest, digits, winners = 3 * 4, 3 * 256 * 8, 5 * 2 * 8
     exchanged = [kernel.bytes for kernel in step.decisions if kernel.name == ALL_GATHER]
