@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from cluster.core.config.base import with_home
 from cluster.core.config.load import named, refusal
 from cluster.core.errors import ConfigurationError
 from cluster.core.nearest import nearest
@@ -25,12 +26,13 @@ _ALTERNATIVES: Mapping[str, tuple[str, ...]] = {
     "steps": ("minutes",),
     "minutes": ("steps",),
     "start": ("layers", "student_config"),
-    "layers": ("start",),
+    "layers": ("start", "search"),
+    "search": ("layers",),
     "student_config": ("start",),
 }
 """What an option of the command line replaces in a recipe, beside its own value."""
 _PATHS = ("prompts", "evaluate", "student_config", "start")
-"""What a recipe names relative to its own directory."""
+"""What a recipe names relative to its own directory, or to a home directory with a first `~`."""
 
 
 def recipes() -> tuple[str, ...]:
@@ -71,7 +73,10 @@ def read_recipe(name: str) -> Mapping[str, Any]:
     except ConfigurationError as error:  # it names options of the command line
         words = re.sub(r"--([a-z][a-z0-9-]*)", lambda found: found[1].replace("-", "_"), str(error))
         raise ConfigurationError(f"{source}: {words}") from None
-    return {option: _relative(option, getattr(recipe, option), directory) for option in values}
+    try:
+        return {option: _relative(option, getattr(recipe, option), directory) for option in values}
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{source}: {error}") from None
 
 
 @lru_cache(maxsize=1)
@@ -118,4 +123,5 @@ def _problems(error: ValidationError) -> list[str]:
 def _relative(option: str, value: Any, directory: Path) -> Any:
     if option not in _PATHS or value is None:
         return value
-    return tuple(directory / one for one in value) if isinstance(value, tuple) else directory / value
+    found = [directory / with_home(option, str(one)) for one in (value if isinstance(value, tuple) else (value,))]
+    return tuple(found) if isinstance(value, tuple) else found[0]

@@ -52,7 +52,7 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
 """Options that not every kind reads, and the kinds that do. Elsewhere, another value than the default is refused."""
 _POSITIVE = (
     *("answer_tokens", "answer_minutes", "max_tokens", "learning_rate", "batch_tokens", "max_length"),
-    *("evaluate_prompts", "minutes", "steps", "depths", "rejection_weight"),
+    *("evaluate_prompts", "minutes", "steps", "depths", "rejection_weight", "vocabulary_size"),
 )
 _POSITIVE_OF_A_RUN = ("device_gb", "workers")
 

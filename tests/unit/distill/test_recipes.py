@@ -113,6 +113,8 @@ class TestOverrides:
             ("minutes: 5\n", ("--steps", "7"), {"minutes": None, "steps": 7}),
             ("steps: 7\n", ("--minutes", "5"), {"minutes": 5.0, "steps": None}),
             ("layers: [0, 1]\n", ("--start", "draft"), {"layers": (), "start": Path("draft")}),
+            ("kind: exit\nsearch: true\n", ("--layers", "0,1"), {"layers": (0, 1), "search": False}),
+            ("kind: exit\nlayers: [0, 1]\n", ("--search",), {"layers": (), "search": True}),
         ],
     )
     def test_an_option_replaces_what_a_recipe_says_instead_of_it(
@@ -134,6 +136,10 @@ class TestFiles:
         assert found["prompts"] == (tmp_path / "a.jsonl", Path("/data/b.jsonl"))
         assert (found["evaluate"], found["held_out"]) == (tmp_path / "c.jsonl", 4)
 
+    def test_data_may_lie_in_a_home_directory(self, tmp_path: Path) -> None:
+        found = read_recipe(written(tmp_path, "prompts: [~/a.jsonl]\nevaluate: ~/c.jsonl\n"))
+        assert (found["prompts"], found["evaluate"]) == ((Path.home() / "a.jsonl",), Path.home() / "c.jsonl")
+
     def test_every_option_of_a_training_can_be_in_a_file_and_none_of_a_run(self) -> None:
         own = {field.name for field in fields(Recipe)}
         assert {field.name for field in fields(DistillOptions)} - own == {
@@ -150,6 +156,8 @@ class TestFiles:
             ("temperatures: 0.7\n", "temperatures: 0.7 is refused; it must be a list, as in [a, b]"),
             ("temperatures: [0, -1]\n", "temperatures: -1.0 is refused; each must be within 0 and 1e+06"),
             ("learning_rate: 0\n", "learning_rate: 0.0 is refused; it must be above 0"),
+            ("vocabulary_size: 0\n", "vocabulary_size: 0 is refused; it must be above 0"),
+            ("prompts: [~nobody-here/a]\n", "prompts: needed a known user, found ~nobody-here/a"),
             ("overlap_weight: -1\n", "overlap_weight: -1.0 is refused; it must be 0 or above"),
             ("on_policy: 2\n", "on_policy: 2.0 is refused; it must be within 0 and 1"),
             ("kind: medusa\n", "kind: 'medusa' is refused; it must be one of layers, heads"),
