@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from cluster.core.drafting import DraftDistribution
@@ -96,10 +97,6 @@ def _row_siblings(
     drawn = tuple(tokens[index] for index in order if index in possible)
     if context.is_greedy or not drawn:
         return DrawnSiblings(drawn)
-    total = sum(probabilities[index] for index in possible)
-    return DrawnSiblings(
-        drawn,
-        DraftDistribution(
-            tuple(tokens[index] for index in possible), tuple(probabilities[index] / total for index in possible)
-        ),
-    )
+    kept = np.array([probabilities[index] for index in possible])
+    stated = (kept / kept.sum()).astype(np.float32)  # as a message has them: the rows that bring the draft are equal
+    return DrawnSiblings(drawn, DraftDistribution(tuple(tokens[index] for index in possible), tuple(stated.tolist())))

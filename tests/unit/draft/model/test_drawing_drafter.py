@@ -17,6 +17,7 @@ from cluster.core.request import GenerationRequest, SamplingParameters, Sequence
 from cluster.core.sequence import DraftRequest, Sequence
 from cluster.speculation.acceptance import AcceptanceModel, HitRate
 from cluster.speculation.estimator import AcceptanceEstimator
+from cluster.wire.codec.proposal import decode_distributions, encode_distributions
 from tests.support.models import tiny
 from workers.draft.model.drawing_drafter import DrawingDrafter
 from workers.draft.model.model_expander import ModelExpander
@@ -75,8 +76,15 @@ def test_siblings_share_a_truncated_distribution_that_holds_them(loaded: LoadedM
     for token, stated in zip(proposal.tree.tokens, proposal.distributions, strict=True):
         assert token in stated.tokens
         assert len(stated.tokens) == MOST_TOKENS
-        assert math.isclose(sum(stated.probabilities), 1.0)
+        assert math.isclose(sum(stated.probabilities), 1.0, rel_tol=1e-6)
     assert len(set(proposal.distributions[:3])) == 1
+
+
+def test_messages_change_no_distribution(loaded: LoadedModel) -> None:
+    """Else a target would not know the rows that bring its own draft, and compute them anew."""
+    proposal = propose(drafter_over(loaded)[0], row())[0]
+    message = encode_distributions(proposal.distributions)
+    assert decode_distributions(message, proposal.tree, "row.distributions") == proposal.distributions
 
 
 def test_greedy_drafts_are_the_most_probable_tokens_and_state_no_distribution(loaded: LoadedModel) -> None:
