@@ -103,17 +103,18 @@ class StepsAhead:
 
     def drop(self) -> None:
         """Drop the step that is launched, and expect none until the next one has ended: its rows or its blocks change
-        now.
+        now. It counts as one that has not come, launched or not: a launched one would have been lost.
         """
-        launched = self._launched
+        launched, expected = self._launched, self._expected
         self._clear()
-        if launched is not None:
+        if expected is not None:
             self._count(is_expected=False)
+        if launched is not None:
             self._forget_rows(launched)
 
     def release(self, sequence_ids: Collection[SequenceId]) -> None:
-        """Drop the step that is launched if it has a row of one of these sequences, which are released now."""
-        if self._launched is not None and any(row.sequence_id in sequence_ids for row in self._launched.batch.rows):
+        """Drop the step that is expected if it has a row of one of these sequences, which are released now."""
+        if self._expected is not None and any(row.sequence_id in sequence_ids for row in self._expected.rows):
             self.drop()
 
     def _forget_rows(self, step: LaunchedStep) -> None:

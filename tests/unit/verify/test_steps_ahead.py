@@ -350,6 +350,23 @@ def test_steps_are_launched_while_nearly_all_come_as_expected() -> None:
     assert go(300) > 100
 
 
+@pytest.mark.parametrize("change", ["opens", "releases"])
+def test_steps_that_other_calls_would_drop_count_as_not_expected(change: str) -> None:
+    """While nothing is launched too: half of the launched ones would be lost."""
+    steps, lost = StepsAhead(lambda _: None, is_on=True), 0
+    for number in range(400):
+        steps.end(*rows_and_verdicts(2, 5 + number))
+        expected = steps.expect(sequences(2))
+        if expected is not None:
+            steps.hold(launched(expected))
+        if number % 2:
+            lost += expected is not None
+            steps.drop() if change == "opens" else steps.release([SequenceId("1")])
+            steps.expect(sequences(1))
+        steps.take(rows_and_verdicts(1 if number % 2 else 2, 6 + number)[0])
+    assert not lost
+
+
 @pytest.mark.parametrize(("rows", "looked_at"), [(1, 36), (7, 36), (16, 12), (64, 4)])
 def test_fewer_steps_of_many_rows_are_looked_at_while_few_come_as_expected(rows: int, looked_at: int) -> None:
     """What is found of a step delays its verdicts, which another thread sends."""
