@@ -14,13 +14,14 @@ from torch.nn import functional
 def sums_by_halves(numbers: Tensor) -> Tensor:
     """The sum of each row of numbers [n, size]: [n]. Overwrites the numbers.
 
-    Each half of a row is added to the other, until one number is left.
+    Each half of a row is added to the other, until one number is left. What is returned holds none of the numbers in
+    memory.
     """
     while (width := numbers.shape[1]) > 1:
         half = (width + 1) // 2
         numbers[:, : width - half] += numbers[:, half:]
         numbers = numbers[:, :half]
-    return numbers.squeeze(1)
+    return numbers.squeeze(1).clone()
 
 
 def drawn_by_pairs(weights: Tensor, numbers: Tensor) -> Tensor:

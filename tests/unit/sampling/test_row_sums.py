@@ -23,6 +23,12 @@ def test_sums_of_halves_are_those_of_a_library_up_to_rounding(size: int) -> None
     torch.testing.assert_close(sums_by_halves(rows(size)), rows(size).sum(dim=1), rtol=1e-14, atol=0.0)
 
 
+@pytest.mark.parametrize("count", [1, 7])
+def test_sums_keep_no_rows_in_memory(count: int) -> None:
+    """Rows are summed in chunks, so that not all of them are in memory in float64 at a time."""
+    assert sums_by_halves(rows(1000, count)).untyped_storage().nbytes() == 8 * count
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_draw_is_where_the_running_sum_exceeds_the_share_of_the_whole(size: int) -> None:
     weights = rows(size, 200)
