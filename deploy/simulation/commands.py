@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -68,11 +69,16 @@ def capacity(options: CapacityOptions) -> None:
     Steps and drafts take what `simulate step` predicts of --model, --ranks, --draft and --device, or measured times.
     """
     from deploy.simulation.capacity.capacity_run import simulate_capacity
-    from deploy.simulation.capacity.predicted_times import times_of
     from deploy.simulation.capacity.report import markdown, write
+    from deploy.simulation.capacity.step_times import measured_times
 
-    with ProgressReporter(notices, "times of steps") as report:
-        times = times_of(options, lambda share: report(share, "steps are counted"))
+    if options.is_predicted:
+        from deploy.simulation.capacity.predicted_times import predicted_times  # imports torch, which takes seconds
+
+        with ProgressReporter(notices, "times of steps") as report:
+            times = predicted_times(options, lambda share: report(share, "steps are counted"))
+    else:
+        times = measured_times(Path(options.step_times))
     wanted = {"drafts": True} if options.has_drafts else {}
     if options.plain or not options.has_drafts:
         wanted["plain"] = False

@@ -15,6 +15,8 @@ DEFAULT_METHOD = "ngram"
 """Name of the drafting method where neither `draft.method` nor `draft.methods` is set."""
 SELECTORS = ("draft.method", "draft.methods")
 """Two keys for one choice: an override of either one replaces what a file or preset says under both."""
+MOST_DEPTH = 64
+"""The largest `draft.max_depth`."""
 LearnsFrom = Literal["none", "keys", "all"]
 """Whose texts drafts are trained on: nobody's, those of clients whose API key allows it, or those of all clients."""
 
@@ -65,7 +67,7 @@ class DraftSection(PluginHost):
     max_nodes: Annotated[int, Field(ge=0, le=256)] = 7
     """Most drafted tokens in one draft tree. With the last committed token, the default is 8 rows: the kernels for CPUs
     with AVX-512 compute them while they read the weights once."""
-    max_depth: Annotated[int, Field(ge=0, le=64)] = 7
+    max_depth: Annotated[int, Field(ge=0, le=MOST_DEPTH)] = 7
     """Most drafted tokens on one path of a draft tree."""
     controller: Choice[Literal["off", "auto"]] = "auto"
     """`auto` sizes each tree by its expected gain, down to no tree at all; `off` always requests the largest tree."""

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from cluster.core.config.draft_section import MOST_DEPTH
 from cluster.core.config.target_section import TargetSection
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import check_at_least, check_directory, refuse
@@ -82,6 +83,8 @@ class CapacityOptions:
                 refuse(self, name, "it must be finite and at least 0")
         if not 0 <= self.acceptance <= 1:
             refuse(self, "acceptance", "it must be within 0 and 1")
+        if self.max_nodes > MOST_DEPTH:
+            refuse(self, "max_nodes", f"it must be at most {MOST_DEPTH}, the largest draft.max_depth")
         if self.sample > self.targets:
             refuse(self, "sample", f"it must be at most --targets, {self.targets}")
         for name in ("ahead", "drafter_delay"):

@@ -1,14 +1,13 @@
-"""The times that a capacity simulation is asked for: of a file, or as `pilotfish simulate step` predicts them."""
+"""The times of steps and proposals in a capacity simulation, as `pilotfish simulate step` predicts them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from cluster.core.config.draft_section import DraftSection
 from cluster.core.errors import ConfigurationError
 from deploy.simulation.capacity.options import CapacityOptions
-from deploy.simulation.capacity.step_times import Times, measured_times
+from deploy.simulation.capacity.step_times import Times
 from deploy.simulation.device.drafting import count_eagle_drafts
 from deploy.simulation.device.models import MODELS, RankModel, check_eagle, rank_model
 from deploy.simulation.device.predicted_steps import PredictedSteps
@@ -24,14 +23,12 @@ _TEXT = 512
 """Tokens of a text that a draft model has not seen, by which the time of a token is found."""
 
 
-def times_of(options: CapacityOptions, report: Callable[[float], None] = lambda _: None) -> Times:
-    """How long steps and proposals take: by the file of the options, or predicted, of target and draft on their device.
+def predicted_times(options: CapacityOptions, report: Callable[[float], None] = lambda _: None) -> Times:
+    """How long steps and proposals of the options' target and draft take on their device.
 
     To predict them takes seconds, of which `report` receives the share that is done. Raises `ConfigurationError` for a
-    file that has no times, and for a model that is not known or that the ranks cannot share.
+    model that is not known or that the ranks cannot share.
     """
-    if not options.is_predicted:
-        return measured_times(Path(options.step_times))
     target, device = rank_model(options.model, options.ranks, options.kv_dtype), DEVICES[options.device]
     if options.has_drafts and options.draft == EAGLE:
         check_eagle(RankModel(options.model))

@@ -29,7 +29,8 @@ _HEADINGS = (
 def markdown(options: CapacityOptions, runs: dict[str, CapacityRun]) -> str:
     """A table with one row per run, and the speed-up of one GPU over plain decoding."""
     load = f"{options.in_flight} requests in flight" if options.in_flight else f"{options.arrivals:g} requests/s"
-    drafters = f"{options.drafters} drafters" if options.placement == "drafter" else "drafts on rank 0"
+    is_colocated = options.has_drafts and options.placement == "target"
+    drafters = "drafts on rank 0" if is_colocated else f"{options.drafters} drafters"
     times = f"times of {options.step_times}"
     if options.is_predicted:
         times = f"steps of {options.model} predicted on {options.device}"

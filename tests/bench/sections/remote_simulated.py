@@ -14,7 +14,7 @@ from multiprocessing import get_context
 
 from deploy.simulation.capacity.capacity_run import simulate_capacity
 from deploy.simulation.capacity.options import CapacityOptions
-from deploy.simulation.capacity.predicted_times import times_of
+from deploy.simulation.capacity.predicted_times import predicted_times
 from deploy.simulation.capacity.step_times import Times
 from deploy.simulation.simulated_drafter import DrafterSpeed
 from deploy.simulation.simulated_target import StepRow
@@ -86,7 +86,7 @@ def _options(setup: Setup, **changes: object) -> CapacityOptions:
 @cache
 def _times() -> Times:
     """The predicted times of steps, which are counted once in a process. Drafts take what each case says."""
-    return times_of(CapacityOptions(targets=1, drafters=0))
+    return predicted_times(CapacityOptions(targets=1, drafters=0))
 
 
 def _plain_step(times: Times) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -89,6 +91,19 @@ def test_the_same_seed_gives_the_same_figures() -> None:
     assert run(arrivals=5.0, lengths="32:16:0.5", drafts=True) == run(arrivals=5.0, lengths="32:16:0.5", drafts=True)
 
 
+def test_measured_times_need_no_import_that_takes_seconds(tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    file.write_text('{"steps": [[1, 1, 0.02]]}')
+    arguments = f"capacity --targets 1 --in-flight 1 --lengths 16:4 --seconds 0.1 --step-times {file}".split()
+    code = (
+        f"import sys; from deploy.simulation.commands import simulate; simulate({arguments!r}, standalone_mode=False); "
+        "print('imported:', *({'torch', 'transformers'} & sys.modules.keys()))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "| plain |" in ended.stdout
+    assert ended.stdout.split()[-1] == "imported:"
+
+
 def test_json_markdown_and_a_plot_are_written(tmp_path: Path) -> None:
     options = CapacityOptions(targets=1, drafters=1)
     runs = {"drafts": run(in_flight=1, drafts=True), "plain": run(in_flight=1)}
@@ -97,6 +112,12 @@ def test_json_markdown_and_a_plot_are_written(tmp_path: Path) -> None:
     assert json.loads(files[0].read_text())["runs"]["plain"]["tokens_per_step"] == 1.0
     assert "Per GPU, drafts give" in markdown(options, runs)
     assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("placement", ["drafter", "target"])
+def test_the_report_of_plain_decoding_names_no_drafts(placement: Literal["drafter", "target"]) -> None:
+    options = CapacityOptions(drafters=0, placement=placement)
+    assert "4 targets × 1 GPUs, 0 drafters, 8 requests/s" in markdown(options, {"plain": run(in_flight=1)})
 
 
 def test_wrong_times_and_options_are_refused_by_name(tmp_path: Path) -> None:
@@ -108,6 +129,8 @@ def test_wrong_times_and_options_are_refused_by_name(tmp_path: Path) -> None:
         CapacityOptions(lengths="10")
     with pytest.raises(ConfigurationError, match="--sample"):
         CapacityOptions(targets=2, sample=3)
+    with pytest.raises(ConfigurationError, match="--max-nodes: 65 is refused; it must be at most 64"):
+        CapacityOptions(max_nodes=65)
     with pytest.raises(ConfigurationError, match="--acceptance"):
         CapacityOptions(acceptance=1.5)
 
