@@ -331,9 +331,9 @@ class DistillOptions(Recipe):
             value = getattr(self, field.name)
             if value == field.default or field.name in ("work", "url", "cacert"):
                 continue
-            value = Path(value) if field.name == "recipe" else value
             for part in value if field.name == "prompts" else (value,):
-                words.append(_option(field.name) if part is True else f"{_option(field.name)} {_written(part)}")
+                written = Path(part).name if field.name == "recipe" else _written(part)
+                words.append(_option(field.name) if part is True else f"{_option(field.name)} {written}")
         return " \\\n    ".join(words)
 
 
