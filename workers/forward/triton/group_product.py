@@ -122,7 +122,7 @@ def sum_of_split(
     ahead = tl.load(places + tl.minimum(first_step, end_step - 1) * (BLOCK * CHUNK)) if VALUES == _TABLE else 0
     for step in range(first_step, end_step):
         loaded = ahead if VALUES == _TABLE else tl.load(places + step * (BLOCK * CHUNK))
-        packed = loaded.to(tl.uint32, bitcast=True)
+        packed = loaded.to(tl.uint32, bitcast=True)  # type: ignore[union-attr]
         if VALUES == _TABLE:
             ahead = tl.load(places + tl.minimum(step + 1, end_step - 1) * (BLOCK * CHUNK))
         products = tl.zeros((ROWS, TILE), tl.float32)
