@@ -117,18 +117,19 @@ def set_ray_environment() -> None:
     """Set the environment of Ray before it starts.
 
     No usage reports, and more time to start on a busy machine. Serve kills a replica that fails its health checks
-    instead of waiting for it to drain: it is frozen or hangs, and its streams continue elsewhere. It looks at
-    its proxies more often, to replace a frozen one sooner. A proxy reads the answers of an ingress over gRPC, with
-    Ray's token, because Ray's streams of objects take both processes half as much CPU time again. Answers have no bound
-    there. It reads them on the event loop on which it sends them: a second one costs two wake-ups for each event, and
-    reads ahead of a slow client without a bound. Its garbage is collected less often. Replicas have one loop, too: gRPC
-    wakes every loop of a process for each event, whichever waits for it. gRPC polls sockets in the thread that waits
-    for events: its event engine polls in another one, and an event then wakes both.
+    instead of waiting for it to drain: it is frozen or hangs, and its streams continue elsewhere. It looks at its
+    proxies more often, to replace a frozen one sooner, but waits longer for one that starts. A proxy reads the answers
+    of an ingress over gRPC, with Ray's token, because Ray's streams of objects take both processes half as much CPU
+    time again. Answers have no bound there. It reads them on the event loop on which it sends them: a second one costs
+    two wake-ups for each event, and reads ahead of a slow client without a bound. Its garbage is collected less often.
+    Replicas have one loop, too: gRPC wakes every loop of a process for each event, whichever waits for it. gRPC polls
+    sockets in the thread that waits for events: its event engine polls in another one, and an event then wakes both.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "5")
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     os.environ.setdefault("RAY_SERVE_PROXY_USE_GRPC", "1")
     os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", "-1")
     os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")

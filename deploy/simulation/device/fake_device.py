@@ -60,8 +60,8 @@ class Operation:
 
 
 @lru_cache(maxsize=1)
-def _device() -> torch.device:
-    """Register the device, once in a process."""
+def registered_device() -> torch.device:
+    """The device, which PyTorch knows from the first call on. A process has one such device."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(DEVICE)
@@ -77,7 +77,7 @@ def fake_device() -> Iterator[torch.device]:
     Lists of their numbers count from 0. To make one, the host copies the whole tensor and waits, as on a GPU. Tensors
     that are copied together are waited for once.
     """
-    device = _device()
+    device = registered_device()
     with (
         FakeTensorMode(),
         patch.object(FakeTensor, "tolist", _listed),

@@ -228,6 +228,7 @@ the chart's own: KubeRay's resource definition refuses a name that is there twic
 - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "1"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "5"}
+- {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "60"}
 {{- /* Ray writes the addresses of replicas without the brackets of IPv6. */}}
 {{- if not (contains ":" (include "pilotfish.server" . | fromYaml).grpc_host) }}
 - {name: RAY_SERVE_PROXY_USE_GRPC, value: "1"}

@@ -7,34 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from deploy.simulation.device.fake_device import registered_device
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-@cache
-def _backend() -> str:
-    """The name of a backend written in Python. PyTorch takes one in each process."""
-    name = torch._C._get_privateuse1_backend_name()
-    if name == "privateuseone":
-        name = "fakedevice"
-        _setup_privateuseone_for_python_backend(name)
-        # Whatever recomputes activations later in this process, also on a CPU, asks the backend.
-        getattr(torch, name).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    return str(name)
 
 
 @contextmanager
 def fake_device() -> Iterator[torch.device]:
     """Inside, all tensors are fake, and the device is another one than that of `torch.tensor(…)`."""
-    device = torch.device(_backend())
+    device = registered_device()
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=False):
         yield device
 

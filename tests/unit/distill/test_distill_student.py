@@ -19,6 +19,7 @@ from workers.distill.target_model import load_target
 from workers.distill.vocabulary import frequent_tokens, stored_vocabulary
 from workers.forward.attention import register
 from workers.model.distilled import load_distilled_draft
+from workers.model.draft_card import read_card
 
 CPU = torch.device("cpu")
 
@@ -165,7 +166,9 @@ class TestMaking:
 
     def test_an_incomplete_draft_is_refused(self, directory: Path, tmp_path: Path) -> None:
         draft = distilled_draft.save(directory, tmp_path / "draft", layers=(1, 3))
+        card = read_card(draft)
         tiny.llama(num_hidden_layers=3, tie_word_embeddings=True).save_pretrained(draft)
+        card.write(draft)
 
         with pytest.raises(ModelLoadError, match=r"model.safetensors lacks \['model.layers.2"):
             StudentPlan.of_draft(draft)
