@@ -114,7 +114,7 @@ def _order(logits: Tensor) -> Tensor:
 
 
 def _leading(order: Tensor, weights: Tensor, wanted_of: Callable[[Tensor], Tensor], parts: Parts) -> Tensor:
-    """Which tokens come first in all parts, until their weights reach what is wanted: bool [n, part].
+    """Mask of the tokens that come first among all parts, until their weights reach what is wanted: bool [n, part].
 
     `order` [n, part] and `weights` [n, part] are integers. `wanted_of` maps the total weights of all parts [n, 1] to
     what is wanted. The largest tokens come first, and among equal ones the lowest. Where the weights do not reach it,

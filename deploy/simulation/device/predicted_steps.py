@@ -45,7 +45,7 @@ class _Counted:
     """Layers that compute the tokens of a row one after another."""
 
     def further(self, other: _Counted, times: int) -> _Counted:
-        """With what `other` has more, added that many times."""
+        """This count with its difference to `other`, a deeper model, added `times` times."""
         added = Counter({of: times * (count - self.attention[of]) for of, count in other.attention.items()})
         return _Counted(
             tuple(one + times * (two - one) for one, two in zip(self.seconds, other.seconds, strict=True)),

@@ -184,7 +184,7 @@ class Coordinator:
         self._rows[name] = VerifyRow(name, len(prompt), prompt, start=self._starts[name], next_budget=self._budget)
 
     def _preempt(self, name: SequenceId) -> None:
-        """Its blocks are needed by others for a moment."""
+        """Release a sequence and open it again, as if others needed its blocks for a moment."""
         text, start = tuple(self._texts[name]), self._starts[name]
         self._engine.release([name])
         self._idle()

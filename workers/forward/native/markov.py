@@ -85,9 +85,10 @@ class RankedSlots:
     """The candidates of rows at each depth, and which of them are the parents of the next depth."""
 
     levels: Sequence[tuple[Tensor, Tensor]]
-    """Of each depth: tokens, int64, and confidences, float32, both [rows, parents, siblings], best first."""
+    """Candidates of each depth: tokens, int64, and confidences, float32, both [rows, parents, siblings], best first."""
     parents: Sequence[Tensor]
-    """Of each depth but the last: int64 [rows, parents], by index among a row's candidates, the most probable first."""
+    """Parents of the next depth, for each depth but the last: int64 [rows, parents], as indices among the candidates of
+    a row, the most probable first."""
 
 
 class MarkovSlots:
