@@ -50,7 +50,7 @@ class CountedAttention(TritonBackend):
         """The rows of the step, which a graph does not know."""
         self.kv_bytes = 0
         self.layers: list[LayerAttention] = []
-        """What each layer that attended has read and computed, in the order of the layers."""
+        """The attention of each layer that attended, in the order of the layers."""
 
     def attend(
         self,
