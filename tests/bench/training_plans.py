@@ -19,10 +19,8 @@ from deploy.simulation.device.models import MODELS
 from tests.bench.report import heading, keep, table
 from workers.distill.options import DistillOptions
 
-COMMAND = (
-    "pilotfish distill --plan --recipe dspark|eagle3 --max-length 2048 --batch-tokens 16384 --set target.path=MODEL "
-    "--set target.tensor_parallel=RANKS"
-)
+COMMAND = "python -m tests.bench.training_plans"
+"""Prints what `pilotfish distill --plan --recipe dspark|eagle3 --max-length 2048 --batch-tokens 16384` prints."""
 RECIPES, RANKS = ("dspark", "eagle3"), {"Llama-3.1-8B": 1, "Llama-3.3-70B": 8}
 """The recipes, and the ranks of the engine that have each target."""
 
