@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
+from tests.support.fakes.counted_tokens import CountedTokens
 from workers.draft.lookup.lookup_drafter import LookupDrafter
 from workers.draft.prediction import PredictionSession, PredictionSettings, create_prediction
 from workers.serve.configuration import load_configuration
@@ -147,17 +147,6 @@ def test_probabilities_grow_with_the_number_of_tokens_that_were_as_predicted() -
 def test_the_shortest_match_is_at_most_the_longest() -> None:
     with pytest.raises(ConfigurationError, match=r"min_match \(5\) must be at most max_match \(4\)"):
         load_configuration({"draft": {"prediction": {"min_match": 5, "max_match": 4}}})
-
-
-class CountedTokens(list[int]):
-    """Tokens that count how many of them are read."""
-
-    read = 0
-
-    def __getitem__(self, place: Any) -> Any:
-        found = super().__getitem__(place)
-        self.read += len(found) if isinstance(place, slice) else 1
-        return found
 
 
 class CountedPrediction(tuple[int, ...]):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 import pytest
 
 from cluster.core.drafting import DraftBudget
 from tests.support.engines.tree_drafter import DrafterHarness
+from tests.support.fakes.counted_tokens import CountedTokens
 from tests.support.fakes.fake_expander import continued
 from workers.draft.common.suffix_index import SuffixIndex
 from workers.draft.common.trees.lookup_acceptance import Agreement, LookupAcceptance
@@ -59,21 +58,6 @@ def test_lookups_are_those_of_a_search_through_the_text(seed: int) -> None:
     for length in (0, 1, 2, 3, 4, 9, 30):
         path = random.choices(range(4), k=length)
         assert index(*tokens).next_after(path) == searched(tokens, path, 2, 4)
-
-
-class CountedTokens(list[int]):
-    """Tokens that count how many of them are read."""
-
-    read = 0
-
-    def __getitem__(self, place: Any) -> Any:
-        found = super().__getitem__(place)
-        self.read += len(found) if isinstance(place, slice) else 1
-        return found
-
-    def __iter__(self) -> Iterator[int]:
-        self.read += len(self)
-        return super().__iter__()
 
 
 @pytest.mark.parametrize("length", [100, 10_000])
