@@ -210,7 +210,10 @@ class RestartableCluster:
     async def answer_while_drafters_restart(
         self, cases: Sequence[SamplingCase], draw: random.Random, restarts: int
     ) -> list[list[FullAnswer]]:
-        """The answers to all requests, again and again until so many drafters have restarted at random."""
+        """The answers to all requests, again and again until so many drafters have restarted at random.
+
+        At the end all drafters run.
+        """
         restarting = asyncio.create_task(self.restart_drafters(draw))
         answers: list[list[FullAnswer]] = []
         while sum(drafter.starts - 1 for drafter in self.drafters) < restarts:
@@ -219,7 +222,19 @@ class RestartableCluster:
             answers.append(await self.answer_all(cases))
         restarting.cancel()
         await asyncio.gather(restarting, return_exceptions=True)
+        for drafter in self.drafters:
+            if drafter.host is None:
+                await drafter.start()
         return answers
+
+    async def answer_once_drafts_are_accepted(self, case: SamplingCase) -> FullAnswer:
+        """The first answer with an accepted draft, or the hundredth one."""
+        for _ in range(100):
+            answer = await _answer(self.client, case)
+            if answer.accepted:
+                break
+            await asyncio.sleep(0.05)
+        return answer
 
 
 def build_alone(configuration: Configuration) -> StepEngine:

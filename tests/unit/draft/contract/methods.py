@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tests.support.models import drafting_modules, mtp_targets, public_drafts, renumbered, tiny, tiny_tokenizer
-from tests.support.models.public_drafts import DFLASH, DSPARK, LLAMA, speculators_config
+from tests.support.models.public_drafts import DFLASH, DSPARK, HYDRA, LLAMA, speculators_config
 from workers.draft.registry import METHODS
 from workers.model.draft_shapes import TableShape
 from workers.model.drafting.files import save_drafter
@@ -136,6 +136,18 @@ def _public_head(kind: str, **keys: Any) -> Callable[[Directories], Mapping[str,
     return settings
 
 
+def _medusa(directories: Directories) -> Mapping[str, Any]:
+    """Settings of Medusa heads as their authors' second trainer stores them."""
+    tensors = public_drafts.medusa(has_heads=False)
+    return {"path": str(public_drafts.write(directories.others / "medusa", {"version": "2"}, tensors))}
+
+
+def _hydra(directories: Directories) -> Mapping[str, Any]:
+    """Settings of Hydra heads of their authors."""
+    tensors = public_drafts.hydra(size=VOCABULARY)
+    return {"path": str(public_drafts.write(directories.others / "hydra", HYDRA, tensors, "hydra_lm_head.pt"))}
+
+
 def _table(directories: Directories) -> Mapping[str, Any]:
     """Settings of a table in which a token is followed by itself or by one of the next three."""
     directory = directories.others / "table"
@@ -159,6 +171,8 @@ CASES = {
     "eagle:peagle": MethodCase(_public_head("peagle", mask_token_id=VOCABULARY - 1)),
     "early_exit": MethodCase(knows_target=True, keeps_sequences=False),
     "heads": MethodCase(_module("heads", 2)),
+    "heads:hydra": MethodCase(_hydra),
+    "heads:medusa": MethodCase(_medusa),
     "model": MethodCase(_draft_model, knows_target=True),
     "model:int4": MethodCase(lambda found: {**_draft_model(found), "quantization": "int4"}, knows_target=True),
     "model:pard": MethodCase(_parallel_model),
@@ -193,6 +207,8 @@ def example_method() -> Iterator[None]:
 
 CHECKPOINTS = ("block:dflash", "eagle:eagle3", "recycling:table")
 """Methods with weights of other kinds, which tests of public drafts and of recycling run on one rank."""
+HEADS = ("heads:hydra", "heads:medusa")
+"""Public heads on the target's last hidden state."""
 COMBINATIONS = (
     "ngram+prediction",
     "model+suffix+prediction",

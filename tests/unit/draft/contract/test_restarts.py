@@ -13,7 +13,15 @@ from cluster.wire.generation_client import GenerationClient
 from pilotfish.v1 import generation_pb2
 from tests.support.clusters.restartable_drafters import restartable_cluster
 from tests.support.deadline import deadline
-from tests.unit.draft.contract.methods import NAMES_AND_PLACES, Directories, cases_of, values
+from tests.unit.draft.contract.methods import (
+    CHECKPOINTS,
+    HEADS,
+    NAMES_AND_PLACES,
+    Directories,
+    cases_of,
+    places_of,
+    values,
+)
 from tests.unit.draft.contract.test_streams import BIAS, PHRASE, REPEATED, TIMEOUT_SECONDS, answer, parameters, request
 from workers.serve.configuration import load_configuration
 
@@ -30,6 +38,7 @@ REQUESTS = [
     request(5, PHRASE * 3, parameters(temperature=0.8, top_p=0.9)),
 ]
 """The target repeats one token in the first two answers."""
+DRAFTED = [*NAMES_AND_PLACES, *((name, place) for name in (*CHECKPOINTS, *HEADS) for place in places_of(name))]
 
 
 async def answers_of(client: GenerationClient, drafts: bool = True) -> list[tuple[int, ...]]:
@@ -52,7 +61,7 @@ def plain(directories: Directories) -> list[tuple[int, ...]]:
     return asyncio.run(decode())
 
 
-@pytest.mark.parametrize(("name", "place"), NAMES_AND_PLACES)
+@pytest.mark.parametrize(("name", "place"), DRAFTED)
 async def test_a_killed_target_changes_no_token_and_drafts_are_accepted_again(
     name: str, place: str, directories: Directories, plain: list[tuple[int, ...]]
 ) -> None:
