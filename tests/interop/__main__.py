@@ -1,12 +1,15 @@
 """`make interop`: other engines, each in an environment of its own, with what Pilotfish gives them.
 
-    python -m tests.interop [--only speculators,vllm] [--model NAME] [--draft NAME] [--head DIRECTORY]
-                            [--drafted 5] [--max-tokens 96]
+    python -m tests.interop [--only speculators,transformers,vllm] [--model NAME] [--draft NAME]
+                            [--head DIRECTORY] [--drafted 5] [--max-tokens 96]
 
 The library `speculators` loads tiny drafts as training stores them (EAGLE-3, DSpark) and computes what Pilotfish
-computes, within 1e-5. vLLM for CPUs answers prompts greedily alone, with the drafts of `pilotfish drafter`, and with a
+computes, within 1e-5. It also writes the outputs again that are stored beside tests (P-EAGLE, DFlash, DFlash2, DSpark,
+MTP), and so does `transformers` (DFlash), with which layers for multi-token prediction and PARD are compared as well.
+vLLM for CPUs answers prompts greedily alone, with the drafts of `pilotfish drafter`, and with a
 drafter that is killed halfway. With `--head`, an EAGLE-3 head that `pilotfish distill --kind eagle3` has trained drafts
-in vLLM and here, and must bring as many tokens a step here. Prints a table of all checks. Exits with 1 if one failed.
+in vLLM and here, and must bring as many tokens a step here.
+Prints a table of all checks. Exits with 1 if one failed.
 """
 
 from __future__ import annotations
@@ -34,12 +37,14 @@ from deploy.models import resolve_models
 from deploy.network.cluster_token import draw_token
 from deploy.settings import load_settings
 from tests.clients.environments import ROOT, ClientKind, install
+from tests.interop import stored_oracles
 from tests.interop.speculators_drafts import Check, SpeculatorsDrafts
 from workers.model.model_files import resolve_model_directory
 from workers.serve.node import free_port
 
 HERE = Path(__file__).resolve().parent
 SPECULATORS = ClientKind("speculators", "speculators_drafts.py", uses_project=True, names_all=True)
+TRANSFORMERS = ClientKind("transformers", "transformers_layers.py", uses_project=True, names_all=True)
 VLLM = ClientKind("vllm", "vllm_door.py", uses_project=True, wheels=("protos", "protos/pilotfish_vllm"), names_all=True)
 LOOPBACK = "127.0.0.1"
 LONGEST_SECONDS = 1200.0
@@ -140,17 +145,47 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def check_speculators(options: argparse.Namespace) -> list[Check]:
-    """The checks of `speculators`: what, whether it holds, and the largest differences."""
-    python = install(SPECULATORS, options.environments, HERE / "pins")
+def _quiet_environment() -> dict[str, str]:
+    """Variables for scripts that read no file of the project and reach no hub."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TORCH_COMPILE_DISABLE": "1"}
     environment.pop("PYTHONPATH", None)
+    return environment
+
+
+def check_speculators(options: argparse.Namespace) -> list[Check]:
+    """The checks of `speculators`: what, whether it holds, and the largest differences."""
+    python, environment = install(SPECULATORS, options.environments, HERE / "pins"), _quiet_environment()
+    stored = [
+        stored_oracles.check_stored(one, "speculators", python, environment, LONGEST_SECONDS)
+        for one in stored_oracles.SPECULATORS
+    ]
     with tempfile.TemporaryDirectory() as home:
         drafts = SpeculatorsDrafts(Path(home))
         for folder in drafts.folders:  # in one process, what a second head computes depends on the first
             command = [str(python), str(HERE / "scripts" / SPECULATORS.script), str(folder)]
             subprocess.run(command, cwd=home, env=environment, check=True, timeout=LONGEST_SECONDS)
-        return drafts.check()
+        return stored + drafts.check()
+
+
+def check_transformers(options: argparse.Namespace) -> list[Check]:
+    """The checks of a newer `transformers`: its stored outputs, and those that tests compare with ours."""
+    python, environment = install(TRANSFORMERS, options.environments, HERE / "pins"), _quiet_environment()
+    rows = [
+        stored_oracles.check_stored(one, "transformers", python, environment, LONGEST_SECONDS)
+        for one in stored_oracles.TRANSFORMERS
+    ]
+    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "protos")))
+    command = [str(python), str(HERE / "scripts" / TRANSFORMERS.script)]
+    shown = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=LONGEST_SECONDS
+    ).stdout
+    found = json.loads(shown.splitlines()[-1])
+    if not found["is_right"]:
+        write(shown)
+    for name, cases, difference in found["rows"]:
+        said = f"{cases} cases, {difference}" + ("" if found["is_right"] else "; see the tests above")
+        rows.append((f"transformers {found['version']}, {name}: largest difference", found["is_right"], said))
+    return rows
 
 
 def check_vllm(options: argparse.Namespace) -> list[Check]:
@@ -170,8 +205,8 @@ def check_vllm(options: argparse.Namespace) -> list[Check]:
         said = f"{tokens} tokens, {'all' if is_equal else 'NOT all'} as without drafts"
         rows.append((f"vLLM, {name}: greedy texts", is_equal, said))
         accepted = f"{found['accepted']} of {found['drafted']} drafted in {found['steps']} steps with a draft"
-        rate = 1 + found["accepted"] / max(1, found["steps"])
-        rows.append((f"vLLM, {name}: accepted tokens", found["accepted"] > 0, f"{accepted}, {rate:.2f} tokens a step"))
+        said = f"{accepted}, {tokens_per_step(found):.2f} tokens a step"
+        rows.append((f"vLLM, {name}: accepted tokens", found["accepted"] > 0, said))
     if options.head is not None:
         head = str(options.head.resolve())
         there = answer(python, token, chosen | {"drafted": options.drafted, "head": head})
@@ -180,10 +215,15 @@ def check_vllm(options: argparse.Namespace) -> list[Check]:
     return rows
 
 
+def tokens_per_step(found: dict[str, Any]) -> float:
+    """Tokens of a step with drafts in answers, which have `accepted` and `steps`."""
+    return float(1 + found["accepted"] / max(1, found["steps"]))
+
+
 def compared_heads(plain: dict[str, Any], there: dict[str, Any], here: dict[str, Any]) -> list[Check]:
     """The checks of a head that drafts in vLLM (`there`) and in Pilotfish (`here`). All have `tokens` by answer."""
     texts = [one["tokens"] == plain["tokens"] for one in (there, here)]
-    rates = [1 + one["accepted"] / max(1, one["steps"]) for one in (there, here)]
+    rates = [tokens_per_step(one) for one in (there, here)]
     ratio, said = rates[1] / rates[0], f"{rates[1]:.3f} tokens a step here, {rates[0]:.3f} in vLLM"
     return [
         ("EAGLE-3 head: greedy texts in vLLM and here", all(texts), f"as without drafts: {texts[0]}, {texts[1]}"),
@@ -217,7 +257,11 @@ async def own_answers(model: Path, head: str, options: argparse.Namespace) -> di
     return found
 
 
-ENGINES = {"speculators": check_speculators, "vllm": check_vllm}
+ENGINES = {
+    "speculators": check_speculators,
+    "transformers": check_transformers,
+    "vllm": check_vllm,
+}
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Writes small drafters, and what the library `speculators` 0.9.0 computes with them.
 
 Run it in an environment with that library: `python make.py dspark` writes into this folder, `python make.py dflash`
-and `dflash2` into folders of these names. The target's embedding is `sin` of each element's number.
+and `dflash2` into folders of these names; a second argument names another folder. The target's embedding is `sin` of
+each element's number. `make interop` compares what it writes with what is stored.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers import Qwen3Config
 
 KIND = sys.argv[1]
 IS_SPARK = KIND == "dspark"
-PLACE = Path(__file__).parent / ("" if IS_SPARK else KIND)
+PLACE = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).parent / ("" if IS_SPARK else KIND)
 DRAFT = PLACE / "draft"
 VOCABULARY, HIDDEN, SLOTS, LENGTH = 24, 16, 4, 16
 LAYER = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 2, "rms_norm_eps": 1e-5}

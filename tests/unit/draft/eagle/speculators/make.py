@@ -1,10 +1,12 @@
 """Writes the P-EAGLE head in `draft` and what the library `speculators` 0.9.0 computes with it.
 
-Run it in an environment with that library: `python make.py`.
+Run it in an environment with that library: `python make.py [DIRECTORY]`, by default into its own folder. `make interop`
+compares what it writes with what is stored.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -15,8 +17,8 @@ from speculators.models.peagle.config import PEagleSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
 
-HERE = Path(__file__).parent
-DRAFT = HERE / "draft"
+PLACE = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+DRAFT = PLACE / "draft"
 VOCABULARY, HIDDEN, LENGTH, DEPTHS = 24, 16, 12, 4
 LAYER = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "rope_theta": 500.0}
@@ -62,4 +64,4 @@ try:
 except RuntimeError as error:  # the loss needs a GPU; the pass before it does not
     print(error)
 found = {"taps": taps[0, :LENGTH], "following": following[0, :LENGTH], "logits": shown[0]}
-save_file({name: value.detach().clone().contiguous() for name, value in found.items()}, HERE / "expected.safetensors")
+save_file({name: value.detach().clone().contiguous() for name, value in found.items()}, PLACE / "expected.safetensors")

@@ -1,11 +1,12 @@
 """Writes the layer for multi-token prediction in `draft` and what the library `speculators` 0.9.0 computes with it.
 
-Run it in an environment with that library: `python make_mtp.py`. The target's embedding is `sin` of each number,
-its head `cos`.
+Run it in an environment with that library: `python make_mtp.py [DIRECTORY]`, by default into its own folder. The
+target's embedding is `sin` of each number, its head `cos`. `make interop` compares what it writes with what is stored.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from speculators.models.mtp.config import MTPSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import Qwen3Config
 
-HERE = Path(__file__).parent
+PLACE = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
 VOCABULARY, HIDDEN, LENGTH, STEPS = 24, 16, 14, 3
 LAYER = {"hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 2, "tie_word_embeddings": False}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "rope_theta": 500.0}
@@ -42,11 +43,11 @@ with torch.no_grad():
     numbers = torch.arange(VOCABULARY * HIDDEN).view(VOCABULARY, HIDDEN)
     model.embed_tokens.weight.copy_(numbers.sin())
     model.lm_head.weight.copy_(numbers.cos())
-model.save_pretrained(HERE / "draft")
-(HERE / "draft" / "config.py").unlink()  # a copy of the library's own file, which no reader needs
+model.save_pretrained(PLACE / "draft")
+(PLACE / "draft" / "config.py").unlink()  # a copy of the library's own file, which no reader needs
 
 tokens, features = torch.randint(0, VOCABULARY, (LENGTH,)), torch.randn(LENGTH, HIDDEN)
 with torch.no_grad():
     logits = model(tokens[None], features[None])[0]
 found = {f"step_{step}": one[0].contiguous() for step, one in enumerate(logits)}
-save_file({"tokens": tokens, "features": features, **found}, HERE / "expected.safetensors")
+save_file({"tokens": tokens, "features": features, **found}, PLACE / "expected.safetensors")
