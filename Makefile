@@ -168,7 +168,7 @@ clients: $(WEIGHTS)  ## Real clients, each in an environment of its own, against
 	$(BIN)/python -m tests.clients $(ARGS)
 
 .PHONY: interop
-interop: $(WEIGHTS)  ## vLLM for CPUs, speculators and a newer transformers, in environments of their own (1 GB), with our drafts (ARGS='--only vllm --drafted 3')
+interop: $(WEIGHTS)  ## vLLM for CPUs, speculators and a newer transformers, in environments of their own (1 GB), with our drafts; all public formats beside their oracles (ARGS='--only vllm --drafted 3')
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.interop $(ARGS)
 
 # Schemathesis has an environment of its own: it is a plugin of pytest, which every test run would load.

@@ -1,11 +1,12 @@
 """`make interop`: other engines, each in an environment of its own, with what Pilotfish gives them.
 
-    python -m tests.interop [--only speculators,transformers,vllm] [--model NAME] [--draft NAME]
+    python -m tests.interop [--only speculators,transformers,formats,vllm] [--model NAME] [--draft NAME]
                             [--head DIRECTORY] [--drafted 5] [--max-tokens 96]
 
 The library `speculators` loads tiny drafts as training stores them (EAGLE-3, DSpark) and computes what Pilotfish
 computes, within 1e-5. It also writes the outputs again that are stored beside tests (P-EAGLE, DFlash, DFlash2, DSpark,
 MTP), and so does `transformers` (DFlash), with which layers for multi-token prediction and PARD are compared as well.
+`formats` is `python -m tests.interop.draft_formats`: each public format's distance from its oracle and tokens a step.
 vLLM for CPUs answers prompts greedily alone, with the drafts of `pilotfish drafter`, and with a
 drafter that is killed halfway. With `--head`, an EAGLE-3 head that `pilotfish distill --kind eagle3` has trained drafts
 in vLLM and here, and must bring as many tokens a step here.
@@ -188,6 +189,13 @@ def check_transformers(options: argparse.Namespace) -> list[Check]:
     return rows
 
 
+def check_formats(_: argparse.Namespace) -> list[Check]:
+    """Whether each public format computes and accepts what its oracle does. Prints the table and keeps it."""
+    command = [sys.executable, "-m", "tests.interop.draft_formats"]
+    status = subprocess.run(command, cwd=ROOT, check=False, timeout=6 * LONGEST_SECONDS).returncode
+    return [("public formats: differences from oracles, tokens a step", status == 0, "see the table above")]
+
+
 def check_vllm(options: argparse.Namespace) -> list[Check]:
     """The checks of vLLM: what, whether it holds, and the counts."""
     python, token = install(VLLM, options.environments, HERE / "pins"), draw_token().text
@@ -260,6 +268,7 @@ async def own_answers(model: Path, head: str, options: argparse.Namespace) -> di
 ENGINES = {
     "speculators": check_speculators,
     "transformers": check_transformers,
+    "formats": check_formats,
     "vllm": check_vllm,
 }
 
