@@ -1,7 +1,7 @@
 """`make interop`: other engines, each in an environment of its own, with what Pilotfish gives them.
 
     python -m tests.interop [--only speculators,transformers,formats,vllm] [--model NAME] [--draft NAME]
-                            [--head DIRECTORY] [--drafted 5] [--max-tokens 96]
+                            [--head DIRECTORY] [--head-name TEXT] [--drafted 5] [--max-tokens 96]
 
 The library `speculators` loads tiny drafts as training stores them (EAGLE-3, DSpark) and computes what Pilotfish
 computes, within 1e-5. It also writes the outputs again that are stored beside tests (P-EAGLE, DFlash, DFlash2, DSpark,
@@ -9,7 +9,7 @@ MTP), and so does `transformers` (DFlash), with which layers for multi-token pre
 `formats` is `python -m tests.interop.draft_formats`: each public format's distance from its oracle and tokens a step.
 vLLM for CPUs answers prompts greedily alone, with the drafts of `pilotfish drafter`, and with a
 drafter that is killed halfway. With `--head`, an EAGLE-3 head that `pilotfish distill --kind eagle3` has trained drafts
-in vLLM and here, and must bring as many tokens a step here.
+in vLLM and here, and must bring as many tokens a step here; the result file has both, and `make pages` shows them.
 Prints a table of all checks. Exits with 1 if one failed.
 """
 
@@ -40,6 +40,7 @@ from deploy.settings import load_settings
 from tests.clients.environments import ROOT, ClientKind, install
 from tests.interop import stored_oracles
 from tests.interop.speculators_drafts import Check, SpeculatorsDrafts
+from tests.interop.vllm_result import Rates, keep_rates, versions_in
 from workers.model.model_files import resolve_model_directory
 from workers.serve.node import free_port
 
@@ -220,6 +221,9 @@ def check_vllm(options: argparse.Namespace) -> list[Check]:
         there = answer(python, token, chosen | {"drafted": options.drafted, "head": head})
         here = asyncio.run(own_answers(directory, head, options))
         rows += compared_heads(plain, there, here)
+        if all(holds for _, holds, _ in rows):
+            name, steps = options.head_name or options.head.name, (tokens_per_step(here), tokens_per_step(there))
+            keep_rates(Rates(name, *steps, prompts=len(PROMPTS), drafted=options.drafted), versions_in(python))
     return rows
 
 
@@ -282,6 +286,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="the target, as in target.path")
     parser.add_argument("--draft", default="smollm2-135m-draft", help="a draft model for it, as in draft.path")
     parser.add_argument("--head", type=Path, help="an EAGLE-3 head for it, which drafts in vLLM and here")
+    parser.add_argument("--head-name", default="", help="what the result file calls the head")
     parser.add_argument("--drafted", type=int, default=5, help="tokens of a draft")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv" / "interop")

