@@ -1,4 +1,4 @@
-"""Copies between the host and a device.
+"""Copies between the host and a device, waits for a device, and the time that it takes.
 
 A copy to the device does not wait for the work that the device is doing: a copy from pageable memory would, so these
 go through pinned memory, which PyTorch reuses only after the copy is done. Copies to the host wait once for several
@@ -7,8 +7,9 @@ tensors.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -128,6 +129,41 @@ def wait_for_device(device: torch.device) -> None:
     """Wait for what was launched on the current stream of a GPU so far."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).record_event().synchronize()
+
+
+class DeviceTimer:
+    """Times what is launched inside a `with` block, from when the device comes to it. The host does not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events = (_event(), _event()) if device.type == "cuda" else None
+        self._begun = self._ended = 0.0
+
+    def __enter__(self) -> Self:
+        self._begun = time.perf_counter()
+        if self._events is not None:
+            self._events[0].record(torch.cuda.current_stream(self._device))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = time.perf_counter()
+        if self._events is not None:
+            self._events[1].record(torch.cuda.current_stream(self._device))
+
+    @property
+    def seconds(self) -> float | None:
+        """The time, once the block has ended; `None` while a GPU has not done all of it.
+
+        On other devices, which compute what they launch at once, it is the time of the block.
+        """
+        if self._events is None:
+            return self._ended - self._begun
+        begun, ended = self._events
+        return begun.elapsed_time(ended) / 1000 if ended.query() else None  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def is_on_device(tensor: Tensor) -> bool:

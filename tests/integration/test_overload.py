@@ -18,6 +18,7 @@ from deploy.local.local_cluster import LocalCluster
 from tests.soak.watch import read_counts
 from tests.support.clusters.live_cluster import RequestCase
 from tests.support.clusters.tiny_cluster import tiny_cluster
+from tests.support.engines.kv_tiers import always_load
 from tests.support.models import tiny, tiny_tokenizer
 from workers.kv.pool import KvPool
 from workers.verify import build
@@ -65,7 +66,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[KvPool]:
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **keywords)
             made.append(self)
-            self.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
+            always_load(self)
 
     monkeypatch.setattr(build, "KvPool", RecordedPool)
     return made

@@ -34,20 +34,6 @@ class _Rate:
         self.units = self.units * _MEMORY + units
 
 
-@dataclass(slots=True)
-class _Steps:
-    """Totals of consecutive steps; the host waited for the device only after the last."""
-
-    tokens: int = 0
-    prompt_tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, tokens: int, prompt_tokens: int, seconds: float) -> None:
-        self.tokens += tokens
-        self.prompt_tokens += prompt_tokens
-        self.seconds += seconds
-
-
 class CostModel:
     """Decayed means of the measured speed of loading and of computing.
 
@@ -60,25 +46,19 @@ class CostModel:
         self._seeds = {Medium.HOST: 1e-9, Medium.DISK: 1e-8}  # seconds per byte
         self._loading = {medium: _Rate(seed * 1e6, 1e6) for medium, seed in self._seeds.items()}
         self._computing = _Rate(5e-5, 1.0)
-        self._pending = _Steps()
 
     def record_load(self, medium: Medium, loaded_bytes: int, seconds: float) -> None:
         """Record that copying `loaded_bytes` from `medium` into the pool took `seconds`."""
         self._loading[medium].record(loaded_bytes, seconds)
 
-    def record_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool = True) -> None:
-        """Record a step of `seconds` over `tokens` tokens; `prompt_tokens` of them belong to prompts or replays.
+    def record_compute(self, tokens: int, prompt_tokens: int, seconds: float) -> None:
+        """Record that the device computed a step of `tokens` tokens in `seconds`.
 
-        Only steps of mostly prompt tokens count: the others spend their time on reading the weights and the KV of
-        many sequences. Without `awaited` the host did not wait for the device. Such a step is added to the following
-        ones, up to the first that was waited for.
+        `prompt_tokens` of them belong to prompts or replays. Only steps of mostly prompt tokens count: the others spend
+        their time on reading the weights and the KV of many sequences.
         """
-        self._pending.add(tokens, prompt_tokens, seconds)
-        if not awaited:
-            return
-        steps, self._pending = self._pending, _Steps()
-        if steps.tokens >= _FEWEST_TOKENS and 2 * steps.prompt_tokens >= steps.tokens:
-            self._computing.record(steps.tokens, steps.seconds)
+        if tokens >= _FEWEST_TOKENS and 2 * prompt_tokens >= tokens:
+            self._computing.record(tokens, seconds)
 
     def worth_loading(self, host_bytes: int, disk_bytes: int, tokens: int) -> bool:
         """Whether loading these bytes takes less time than computing `tokens` tokens."""

@@ -257,11 +257,6 @@ class KvPool:
             raise ValueError("a table of a model with recurrent layers cannot be cut")
         return self._allocator.fork(table, length)
 
-    def record_compute(self, tokens: int, prompt_tokens: int, seconds: float, *, awaited: bool) -> None:
-        """Record how long a step took, to compare loading with computing; see `CostModel.record_compute`."""
-        if self.tiers is not None:
-            self.tiers.costs.record_compute(tokens, prompt_tokens, seconds, awaited=awaited)
-
     def reserve(self, table: BlockTable, length: int, nodes: int = 0) -> None:
         """Make positions up to `length - 1` available, and those from `table.stored_len` on writable.
 

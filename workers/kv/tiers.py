@@ -14,6 +14,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import psutil
 import torch
@@ -23,6 +24,7 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
 from workers.kv.disk import DiskTier, TierCounts
 from workers.kv.load_cost import CostModel, Medium
+from workers.transfer import DeviceTimer
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,8 @@ class Tiers:
         self._host_bytes = section.host_bytes
         self._disk = DiskTier(section.disk_directory, section.disk_bytes) if section.disk_directory else None
         self._host: _HostTier | None = None
-        self._timings: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._timings: deque[tuple[DeviceTimer, Callable[[float], None]]] = deque()
+        """What the device may not have done yet, in its order, and what records how long it took."""
 
     def start(self) -> None:
         """Allocate the host memory and make the directory. Raises `ConfigurationError` if memory is too small."""
@@ -115,6 +118,11 @@ class Tiers:
         if self._disk is not None:
             self._disk.flush()
 
+    def record_compute(self, tokens: int, prompt_tokens: int, timer: DeviceTimer) -> None:
+        """Record how long a step takes, once the device has computed it; see `CostModel.record_compute`."""
+        self._timings.append((timer, partial(self.costs.record_compute, tokens, prompt_tokens)))
+        self._collect_timings()
+
     def worth_loading(self, keys: Sequence[bytes], tokens: int) -> bool:
         """Whether loading these blocks takes less time than computing the `tokens` they hold."""
         self._collect_timings()
@@ -145,11 +153,9 @@ class Tiers:
     def load(self, key: bytes, parts: Sequence[Tensor]) -> bool:
         """Copy the block's content into `parts`, queued as for `save`. Returns `False` if no tier has it."""
         if self._host is not None and self._host.touch(key):
-            begun = time.perf_counter()
-            with _CudaTimer(self._device, self._timings):
+            with DeviceTimer(self._device) as timer:
                 _scatter(self._host.load(key).to(self._device, non_blocking=True), parts)
-            if self._device.type != "cuda":
-                self.costs.record_load(Medium.HOST, self._block_bytes, time.perf_counter() - begun)
+            self._timings.append((timer, partial(self.costs.record_load, Medium.HOST, self._block_bytes)))
             return True
         if self._disk is None:
             return False
@@ -171,10 +177,10 @@ class Tiers:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _collect_timings(self) -> None:
-        """Record the times of the copies that the device has finished."""
-        while self._timings and self._timings[0][1].query():  # type: ignore[no-untyped-call]
-            begun, ended = self._timings.popleft()
-            self.costs.record_load(Medium.HOST, self._block_bytes, begun.elapsed_time(ended) / 1000)
+        """Record the times of what the device has done."""
+        while self._timings and (seconds := self._timings[0][0].seconds) is not None:
+            _, record = self._timings.popleft()
+            record(seconds)
 
 
 class _HostTier:
@@ -230,27 +236,6 @@ class _HostTier:
             self._memory[slot].copy_(torch.cat(flat), non_blocking=True)
         self._slots[key] = slot
         self.counts.saved += 1
-
-
-class _CudaTimer:
-    """Records CUDA events around the work queued inside it. On other devices it does nothing."""
-
-    def __init__(self, device: torch.device, timings: deque[tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
-        self._timings = timings
-        self._events = (_event(), _event()) if device.type == "cuda" else None
-
-    def __enter__(self) -> None:
-        if self._events is not None:
-            self._events[0].record()
-
-    def __exit__(self, *_: object) -> None:
-        if self._events is not None:
-            self._events[1].record()
-            self._timings.append(self._events)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _powers_of_two(number: int) -> list[int]:

@@ -18,6 +18,7 @@ import torch
 from cluster.core.ids import SequenceId
 from cluster.core.tree import EMPTY_TREE
 from cluster.core.verification import StepBatch, Verdict, VerifyRow
+from workers.transfer import DeviceTimer
 from workers.verify.prompt_logprobs import ScoredPrompt
 from workers.verify.sequence_state import ReadyRow, SequenceState
 from workers.verify.walk import TreeWalk
@@ -41,6 +42,8 @@ class LaunchedRows:
     """`[decisions, vocabulary (this rank's part)]`"""
     prompts: Sequence[ScoredPrompt]
     walk: TreeWalk
+    timer: DeviceTimer
+    """Times the pass and the decisions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

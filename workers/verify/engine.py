@@ -39,7 +39,7 @@ from workers.kv.sources import SourceStore
 from workers.model.dequantized import dequantized_from
 from workers.sampling.acceptance import AcceptanceRule, create_rule
 from workers.sampling.context import DecisionContext, common_leaders
-from workers.transfer import HostCopies
+from workers.transfer import DeviceTimer, HostCopies
 from workers.verify.ahead import LaunchedRows, LaunchedStep, StepsAhead
 from workers.verify.colocated import ColocatedDrafter, VerifiedRow
 from workers.verify.constraints import Constraints
@@ -197,8 +197,7 @@ class TargetEngine:
     def step(self, batch: StepBatch) -> StepResult:
         """Verify the rows in one forward pass. A row that cannot be served gets a fault; the others are verified."""
         begun = time.perf_counter()
-        ahead = self._ahead.take(batch)
-        launched = ahead or self._launch(batch)
+        launched = self._ahead.take(batch) or self._launch(batch)
         verdicts, rows = launched.verdicts, launched.rows
         if rows is not None:
             try:
@@ -209,8 +208,7 @@ class TargetEngine:
                 raise
         verified = time.perf_counter()
         if rows is not None:
-            if ahead is None:
-                self._note_compute([entry.row for entry in rows.ready], verified - begun)
+            self._note_compute(rows)
             self._draft(rows.ready, verdicts)
         finished = time.perf_counter()
         result = StepResult(
@@ -270,9 +268,11 @@ class TargetEngine:
             self._drop(ready)
             return LaunchedStep(batch, verdicts, None)
         try:
-            logits, leaders = self._forward(ready)
-            ready = self._constraints.applied(ready)  # while a GPU computes the pass
-            return LaunchedStep(batch, verdicts, self._launch_decisions(ready, logits, leaders))
+            with DeviceTimer(self._model.device) as timer:
+                logits, leaders = self._forward(ready)
+                ready = self._constraints.applied(ready)  # while a GPU computes the pass
+                launched = self._launch_decisions(ready, logits, leaders, timer)
+            return LaunchedStep(batch, verdicts, launched)
         except BaseException:
             self._drop(ready)
             raise
@@ -358,14 +358,16 @@ class TargetEngine:
         )
         return self._runner.forward([entry.forward for entry in ready], options), leaders
 
-    def _launch_decisions(self, ready: Sequence[ReadyRow], logits: torch.Tensor, leaders: int) -> LaunchedRows:
+    def _launch_decisions(
+        self, ready: Sequence[ReadyRow], logits: torch.Tensor, leaders: int, timer: DeviceTimer
+    ) -> LaunchedRows:
         """Let the device decide at every node of the rows, from the logits of their pass."""
         copies = HostCopies()  # everything below arrives with the decisions, by one wait for a GPU
         logits, prompts = without_prompts(ready, logits, self._decider, copies)
         launched = launch_rows(self._decider, ready, logits, leaders, copies, self._rule.needs_distribution)
         self._collector.launch([entry.row for entry in ready], own_decisions(ready), logits, copies)
         walk = TreeWalk(self._rule, ready, launched, self._model.vocabulary_size, copies)
-        return LaunchedRows(ready, logits, prompts, walk)
+        return LaunchedRows(ready, logits, prompts, walk, timer)
 
     def _decide(self, rows: LaunchedRows) -> list[Verdict]:
         """Read the decisions of rows, and accept one path of each tree."""
@@ -449,16 +451,13 @@ class TargetEngine:
         is_drafted = entry.row.next_budget.max_nodes and verdict.tokens
         return self._grammars.next_tokens(entry.sequence, verdict.forced) if is_drafted else ANY_TOKENS
 
-    def _note_compute(self, rows: Sequence[VerifyRow], seconds: float) -> None:
-        """Report the cost of computing to the pool, which compares it with the cost of loading blocks.
-
-        A step in which nothing is decided does not wait for a GPU, so its time there is not the cost.
-        """
+    def _note_compute(self, launched: LaunchedRows) -> None:
+        """Report the cost of computing to the tiers of the pool, which compare it with the cost of loading blocks."""
         if self._pool.tiers is None:
             return
+        rows = [entry.row for entry in launched.ready]
         prompt_tokens = sum(len(row.pending) for row in rows if len(row.pending) > 1)
-        awaited = self._model.device.type == "cpu" or any(row.decide for row in rows)
-        self._pool.record_compute(sum(row.width for row in rows), prompt_tokens, seconds, awaited=awaited)
+        self._pool.tiers.record_compute(sum(row.width for row in rows), prompt_tokens, launched.timer)
 
 
 def describe_target(model: LoadedModel, pool: KvPool) -> TargetInfo:

@@ -17,6 +17,7 @@ from cluster.core.config.target_section import KvSection
 from cluster.core.ids import SequenceId
 from cluster.core.request import SamplingParameters, SequenceStart
 from tests.support.engines.engine_sequence import GREEDY, EngineSequence, Propose, no_draft
+from tests.support.engines.kv_tiers import always_load
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.verify.decider import LocalDecider, decider_of_model
@@ -51,7 +52,7 @@ class SourcedModel:
         """An engine and its pool. Computing a token costs 1 s, so that stored blocks are always loaded."""
         model = load_model(ModelSection.model_validate({"path": str(self.directory), "device": device}))
         pool = KvPool(model.kv_spec, KvSection(block_size=4, **section), blocks)
-        pool.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
+        always_load(pool)
         return TargetEngine(model, pool, decider_of_model(model, LocalDecider())), pool
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedConfi
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.kv import KvLayout
+from tests.support.engines.kv_tiers import always_load
 from tests.support.models import tiny
 from workers.forward.loaded_model import LoadedModel
 from workers.kv.groups import group_layers
@@ -51,7 +52,7 @@ class ModelCase:
         """An engine and its pool. Computing a token costs 1 s, so that stored blocks are always loaded."""
         model = self.model()
         pool = KvPool(model.kv_spec, KvSection(block_size=BLOCK, **changes), blocks)
-        pool.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)
+        always_load(pool)
         return TargetEngine(model, pool, LocalDecider()), pool
 
     def layout(self) -> KvLayout:

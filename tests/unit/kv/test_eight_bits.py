@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cluster.core.config.model_section import PoolSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.ids import BlockId
+from tests.support.engines.kv_tiers import always_load
 from workers.kv.eight_bits import LEAST, STORED_TYPES, dequantize, quantize
 from workers.kv.pool import KvPool
 from workers.kv.pool_size import block_bytes, blocks_that_fit
@@ -132,7 +133,7 @@ def test_a_forks_copy_has_the_scales(kv: str) -> None:
 def test_a_block_comes_back_from_a_tier_with_its_scales(kv: str, medium: str, tmp_path: object) -> None:
     tier = {"host_bytes": 1 << 20} if medium == "host" else {"disk_directory": str(tmp_path)}
     pool = filled(kv, **tier)
-    pool.record_compute(1 << 40, 1 << 40, float(1 << 40), awaited=True)  # loading is cheaper
+    always_load(pool)
     table = pool.new_table()
     pool.reserve(table, 9)
     pool.commit(table, range(9))

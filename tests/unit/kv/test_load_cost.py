@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 from cluster.core.config.base import MIB
 from tests.support.engines.kv_tiers import key, save, tiers_of
@@ -44,14 +46,15 @@ def test_steps_of_many_decoding_sequences_are_not_measured() -> None:
     assert costs.worth_loading(16 * 100_000, 0, 16)
 
 
-def test_a_step_that_was_not_awaited_counts_with_the_next_awaited_step() -> None:
-    costs = CostModel()
-    for _ in range(100):
-        costs.record_compute(512, 512, 0.001, awaited=False)
-    assert not costs.worth_loading(16 * 100_000, 0, 16), "nothing is measured yet"
-    costs.record_compute(512, 512, 101.0)
-    assert costs.worth_loading(16 * 1_000_000, 0, 16)
-    assert not costs.worth_loading(16 * 3_000_000, 0, 16)
+def test_a_step_counts_once_the_device_has_computed_it() -> None:
+    timer = SimpleNamespace(seconds=None)
+    with tiers_of(1) as tiers:
+        save(tiers, 1)
+        tiers.record_compute(512, 512, cast("Any", timer))
+        tiers.costs.record_load(Medium.HOST, MIB, 10.0)
+        assert not tiers.worth_loading([key(1)], 4), "nothing is measured yet"
+        timer.seconds = 512.0
+        assert tiers.worth_loading([key(1)], 4)
 
 
 def test_the_effect_of_one_slow_copy_decays() -> None:

@@ -82,7 +82,7 @@ def test_the_cost_of_computing_is_measured_in_steps(full: ModelCase, monkeypatch
     engine, pool = full.engine_and_pool(300, host_bytes=1 << 20)
     costs = tiers_of(pool).costs
     monkeypatch.setattr(
-        costs, "record_compute", lambda tokens, prompt_tokens, seconds, awaited: noted.append((tokens, prompt_tokens))
+        costs, "record_compute", lambda tokens, prompt_tokens, seconds: noted.append((tokens, prompt_tokens))
     )
     sequence = replace(sequence_on(engine, some_tokens(50)), chunk=40)
     sequence.open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,7 @@ from cluster.core.request import SamplingParameters, SequenceStart
 from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import OpenRow, StepBatch, StepResult, Verdict, VerifyRow
 from tests.support.engines.engine_rows import PROMPT, first_row, open_row
+from tests.support.fakes.fake_gpu import FakeGpu
 from tests.support.models import tiny
 from workers.draft.registry import create
 from workers.kv.pool import KvPool
@@ -323,8 +325,8 @@ def sequences(count: int, end: int = 2) -> Any:
 
 
 def launched(batch: StepBatch) -> LaunchedStep:
-    rows = LaunchedRows([], cast("Any", None), [], cast("Any", None))
-    return LaunchedStep(batch, {}, rows)
+    unused = cast("Any", None)
+    return LaunchedStep(batch, {}, LaunchedRows([], unused, [], unused, unused))
 
 
 def test_steps_are_launched_while_nearly_all_come_as_expected() -> None:
@@ -409,3 +411,28 @@ def test_the_draft_of_a_verdict_is_expected_with_the_budget_of_its_row(monkeypat
     row = VerifyRow(name, 5, (3,), TokenTree.chain((4, 6)), next_budget=BUDGET)
     steps.end(StepBatch((row,)), [Verdict(name, 5, (4, 7), 2, proposal=Proposal(name, 7, tree))])
     assert steps.expect(sequences(1)) == StepBatch((VerifyRow(name, 7, (7,), tree, next_budget=BUDGET),))
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_the_cost_of_computing_is_that_of_the_steps_own_pass(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU still computes a pass that was launched ahead when other rows come; a prompt chunk is not waited for."""
+    model = load_model(ModelSection(path=str(directory), device="cpu"))
+    pool = KvPool(model.kv_spec, KvSection(block_size=4, host_bytes=1 << 20), BLOCKS)
+    engine = TargetEngine(model, pool, LocalDecider(), EngineOptions(goes_ahead=True))
+    gpu, noted = FakeGpu(), list[Any]()
+    gpu.computes_for(engine, monkeypatch)
+    assert pool.tiers is not None
+    monkeypatch.setattr(pool.tiers.costs, "record_compute", lambda *numbers: noted.append(numbers))
+    row = first_row("a", range(3, 43))
+    (verdict,) = engine.step(StepBatch((row,))).verdicts
+    row = following(row, verdict)
+    engine.step_ahead()
+    engine.step(StepBatch((row,)))
+    assert noted == [(40, 40, pytest.approx(0.04)), (1, 0, pytest.approx(0.001))]
+    engine.step_ahead()
+    other = first_row("b", range(4, 44))
+    engine.step(StepBatch((replace(other, base_len=30, pending=other.pending[:30], decide=False),)))
+    assert len(noted) == 2, "it is not computed yet"
+    engine.step(StepBatch((replace(other, pending=other.pending[30:], start=None),)))
+    assert noted[2:] == [(30, 30, pytest.approx(0.03)), (10, 10, pytest.approx(0.01))]
+    engine.close()
