@@ -161,6 +161,15 @@ class DeviceTimer:
         begun, ended = self._events
         return begun.elapsed_time(ended) / 1000 if ended.query() else None  # type: ignore[no-untyped-call]
 
+    @property
+    def done_at(self) -> float | None:
+        """When the device was done, in seconds on the clock of `time.perf_counter`; `None` while it is not.
+
+        This is so if the device had nothing else to do when the block began; else it was done later.
+        """
+        seconds = self.seconds
+        return None if seconds is None else self._begun + seconds
+
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -188,7 +188,8 @@ class StepResult:
     """One per row, in the order of the rows."""
     kv: KvOccupancy
     step_seconds: float = 0.0
-    """Time that the target spent, without the transport."""
+    """Time that the target spent on the step, without the transport. If it was launched before its rows came, this
+    begins with the launch, without the time for which its device then had nothing to do."""
     draft_seconds: float = 0.0
     """Part of `step_seconds` that the target spent on drafts for the next step."""
     learning: LearningStatus | None = None

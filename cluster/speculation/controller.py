@@ -133,7 +133,7 @@ class SpeculationController:
             size = len(record.rows), record.tokens
             is_known = self._step_latency.knows_speed and self._step_latency.covers(record.tokens)
             expected = self._step_latency.seconds(*size) if is_known else math.inf
-            self._step_latency.observe(*size, seconds)
+            self._step_latency.observe(*size, record.computing_seconds)
             if record.is_drafted:
                 self._speedup.observe_drafted(record.deciding, seconds + drafting, record.committed)
             else:

@@ -93,6 +93,15 @@ class RoundRecord:
         """Time that the round waited for verdicts, in seconds."""
         return self.times.commit - self.times.verify
 
+    @property
+    def computing_seconds(self) -> float:
+        """Time that the step takes without drafts, in seconds: that of the round without its drafts.
+
+        A target may have computed a part of the step while the round waited for drafts. Then its own time counts.
+        """
+        target = self.step.step_seconds - self.step.draft_seconds
+        return max(0.0, self.seconds - self.drafting.seconds, target)
+
     @cached_property
     def tokens(self) -> int:
         """Tokens in the step: prompt chunks, last tokens and trees."""

@@ -50,7 +50,8 @@ class LaunchedRows:
 class LaunchedStep:
     """A step of which everything is launched, and nothing is committed."""
 
-    batch: StepBatch
+    begun: float
+    """When the launch began, in seconds on the clock of `time.perf_counter`."""
     verdicts: dict[SequenceId, Verdict]
     """Verdicts on rows that need no pass."""
     rows: LaunchedRows | None
@@ -70,6 +71,10 @@ class StepsAhead:
         """The last step, as long as the next one may follow from it."""
         self._expected: StepBatch | None = None
         self._launched: LaunchedStep | None = None
+        self._taken: LaunchedStep | None = None
+        """The step under way, if it was launched before its rows came."""
+        self._lost: DeviceTimer | None = None
+        """Times the step that was dropped for the one under way."""
         self._share = 0.0
         """Share of the steps that came as expected, the latest with the largest weight."""
         self._passed_over = 0
@@ -77,6 +82,7 @@ class StepsAhead:
 
     def end(self, batch: StepBatch, verdicts: Sequence[Verdict]) -> None:
         """Record that a step has ended with these verdicts, one per row."""
+        self._taken = self._lost = None
         self._passed_over += 1
         if self.is_on and (self._share >= LEAST_SHARE or self._passed_over > len(batch.rows) // _FEW_ROWS):
             self._ended = batch, verdicts
@@ -100,9 +106,23 @@ class StepsAhead:
             self._count(is_expected)
         self._clear()
         if launched is None or is_expected:
+            self._taken = launched
             return launched
-        self._forget_rows(launched)
+        self._lose(launched)
         return None
+
+    def seconds_before(self, came: float) -> float:
+        """How long the target worked on the step under way before its rows came at `came`, in seconds.
+
+        Negative for as long as a GPU then still computed a step that was dropped. Call it when the decisions of the
+        step have been read.
+        """
+        taken = self._taken
+        timer = self._lost if taken is None or taken.rows is None else taken.rows.timer
+        done_at = None if timer is None else timer.done_at
+        if done_at is None:
+            return 0.0
+        return min(0.0, came - done_at) if taken is None else min(came, done_at) - taken.begun
 
     def drop(self) -> None:
         """Drop the step that is launched, and expect none until the next one has ended: its rows or its blocks change
@@ -113,15 +133,16 @@ class StepsAhead:
         if expected is not None:
             self._count(is_expected=False)
         if launched is not None:
-            self._forget_rows(launched)
+            self._lose(launched)
 
     def release(self, sequence_ids: Collection[SequenceId]) -> None:
         """Drop the step that is expected if it has a row of one of these sequences, which are released now."""
         if self._expected is not None and any(row.sequence_id in sequence_ids for row in self._expected.rows):
             self.drop()
 
-    def _forget_rows(self, step: LaunchedStep) -> None:
+    def _lose(self, step: LaunchedStep) -> None:
         if step.rows is not None:
+            self._lost = step.rows.timer
             self._forget(step.rows.ready)
 
     def _count(self, is_expected: bool) -> None:

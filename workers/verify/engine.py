@@ -214,7 +214,7 @@ class TargetEngine:
         result = StepResult(
             verdicts=tuple(verdicts[row.sequence_id] for row in batch.rows),
             kv=self._pool.occupancy(),
-            step_seconds=finished - begun,
+            step_seconds=self._ahead.seconds_before(begun) + finished - begun,
             draft_seconds=finished - verified if self._drafter is not None else 0.0,
         )
         self._ahead.end(batch, result.verdicts)
@@ -246,6 +246,7 @@ class TargetEngine:
 
         Of a step that `is_ahead`, nothing is launched unless all rows can be served.
         """
+        begun = time.perf_counter()
         verdicts: dict[SequenceId, Verdict] = {}
         rows: list[tuple[VerifyRow, SequenceState]] = []
         ready: list[ReadyRow] = []
@@ -266,13 +267,13 @@ class TargetEngine:
                     verdicts[row.sequence_id] = prepared
         if not ready or (is_ahead and verdicts):
             self._drop(ready)
-            return LaunchedStep(batch, verdicts, None)
+            return LaunchedStep(begun, verdicts, None)
         try:
             with DeviceTimer(self._model.device) as timer:
                 logits, leaders = self._forward(ready)
                 ready = self._constraints.applied(ready)  # while a GPU computes the pass
                 launched = self._launch_decisions(ready, logits, leaders, timer)
-            return LaunchedStep(batch, verdicts, launched)
+            return LaunchedStep(begun, verdicts, launched)
         except BaseException:
             self._drop(ready)
             raise

@@ -90,6 +90,18 @@ def test_the_controller_learns_the_time_of_steps_from_comparable_rounds_only() -
         assert plain(seconds, 1, 8) == prompts(seconds, 1, 8)
 
 
+@pytest.mark.parametrize(("waited", "seconds"), [(0.0, 0.5), (0.1, 0.4), (0.4, 0.3)])
+def test_a_step_that_was_computed_during_the_wait_for_drafts_counts_with_the_targets_own_time(
+    waited: float, seconds: float
+) -> None:
+    """The round takes 0.5 s, and the target needs 0.3 s for its step."""
+    found = record(EMPTY_TREE, (10,), waited=waited)
+    assert found.computing_seconds == pytest.approx(seconds)
+    controller = SpeculationController(DraftBudget(8, 8))
+    controller.decide(Observation(present=frozenset(), deciding=(), rows=1, record=found))
+    assert controller._step_latency.seconds(1, 1) == pytest.approx(seconds)
+
+
 def test_equal_observations_give_equal_decisions() -> None:
     records = [record(CHAIN, (10, 11), waited=0.1), record(EMPTY_TREE, (10,)), record(CHAIN, (10,), waited=0.2)] * 20
     first, second = SpeculationController(DraftBudget(8, 8)), SpeculationController(DraftBudget(8, 8))

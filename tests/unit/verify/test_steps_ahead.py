@@ -326,7 +326,7 @@ def sequences(count: int, end: int = 2) -> Any:
 
 def launched(batch: StepBatch) -> LaunchedStep:
     unused = cast("Any", None)
-    return LaunchedStep(batch, {}, LaunchedRows([], unused, [], unused, unused))
+    return LaunchedStep(0.0, {}, LaunchedRows([], unused, [], unused, unused))
 
 
 def test_steps_are_launched_while_nearly_all_come_as_expected() -> None:
@@ -413,14 +413,20 @@ def test_the_draft_of_a_verdict_is_expected_with_the_budget_of_its_row(monkeypat
     assert steps.expect(sequences(1)) == StepBatch((VerifyRow(name, 7, (7,), tree, next_budget=BUDGET),))
 
 
+def on_gpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TargetEngine, KvPool, FakeGpu]:
+    """An engine that goes ahead, with offloaded blocks, and the GPU that computes its passes."""
+    model = load_model(ModelSection(path=str(directory), device="cpu"))
+    pool = KvPool(model.kv_spec, KvSection(block_size=4, host_bytes=1 << 20), BLOCKS)
+    engine, gpu = TargetEngine(model, pool, LocalDecider(), EngineOptions(goes_ahead=True)), FakeGpu()
+    gpu.computes_for(engine, monkeypatch)
+    return engine, pool, gpu
+
+
 @pytest.mark.usefixtures("_at_once")
 def test_the_cost_of_computing_is_that_of_the_steps_own_pass(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU still computes a pass that was launched ahead when other rows come; a prompt chunk is not waited for."""
-    model = load_model(ModelSection(path=str(directory), device="cpu"))
-    pool = KvPool(model.kv_spec, KvSection(block_size=4, host_bytes=1 << 20), BLOCKS)
-    engine = TargetEngine(model, pool, LocalDecider(), EngineOptions(goes_ahead=True))
-    gpu, noted = FakeGpu(), list[Any]()
-    gpu.computes_for(engine, monkeypatch)
+    engine, pool, _ = on_gpu(directory, monkeypatch)
+    noted: list[Any] = []
     assert pool.tiers is not None
     monkeypatch.setattr(pool.tiers.costs, "record_compute", lambda *numbers: noted.append(numbers))
     row = first_row("a", range(3, 43))
@@ -435,4 +441,26 @@ def test_the_cost_of_computing_is_that_of_the_steps_own_pass(directory: Path, mo
     assert len(noted) == 2, "it is not computed yet"
     engine.step(StepBatch((replace(other, pending=other.pending[30:], start=None),)))
     assert noted[2:] == [(30, 30, pytest.approx(0.03)), (10, 10, pytest.approx(0.01))]
+    engine.close()
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("gap", [0.0, 0.0004, 0.005], ids=["no wait for the rows", "a short one", "a long one"])
+def test_a_step_takes_its_own_time_whenever_it_is_launched(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, gap: float
+) -> None:
+    """The device computes 1 ms for each token. The wait for rows is not the target's, and no lost pass is a step's."""
+    engine, _, gpu = on_gpu(directory, monkeypatch)
+    row = first_row("a", range(3, 43))
+    result = engine.step(StepBatch((row,)))
+    assert result.step_seconds == pytest.approx(0.04)
+    for _ in range(3):
+        engine.step_ahead()
+        gpu.now += gap
+        row = following(row, result.verdicts[0])
+        result = engine.step(StepBatch((row,)))
+        assert result.step_seconds == pytest.approx(0.001)
+    engine.step_ahead()
+    gpu.now += gap
+    assert engine.step(StepBatch((first_row("b", range(4, 34)),))).step_seconds == pytest.approx(0.03)
     engine.close()
