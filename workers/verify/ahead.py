@@ -3,15 +3,16 @@
 Between the verdicts of a step and the launch of the next one a GPU has nothing to do: verdicts go to the coordinator,
 rows come back, and the host plans them. Most steps follow from the one before: each sequence goes on with the last
 token of its verdict, and with the draft that came with it. So the step that is expected is launched while no call
-waits. If its rows come, only their decisions are left to read. If others come, it is dropped as a step that has
-failed: nothing of it was committed. No token depends on it, but a pass is lost. Therefore steps are launched only while
-nearly all of them come as they are expected.
+waits. If its rows come, only their decisions are left to read. What is drafted after the step is asked for anew, as
+long as its pass has recorded enough. If others come, it is dropped as a step that has failed: nothing of it was
+committed. No token depends on it, but a pass is lost. Therefore steps are launched only while nearly all of them come
+as they are expected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,16 +58,33 @@ class LaunchedStep:
     rows: LaunchedRows | None
     """The other rows, if any are launched."""
 
+    def asked(self, batch: StepBatch) -> LaunchedStep:
+        """The step with what these rows, which its pass computes one for one, ask for after it."""
+        if self.rows is None:
+            return self
+        ready = [
+            replace(entry, row=_asked(entry.row, row), sent=row)
+            for entry, row in zip(self.rows.ready, batch.rows, strict=True)
+        ]
+        return replace(self, rows=replace(self.rows, ready=ready))
+
 
 class StepsAhead:
     """Expects the rows of each next step, and holds that step if it is launched before they come."""
 
-    def __init__(self, forget: Callable[[Sequence[ReadyRow]], None], *, is_on: bool) -> None:
-        """`forget` frees what was reserved for rows of which nothing is committed. Unless it `is_on`, no rows are
-        expected.
+    def __init__(
+        self,
+        forget: Callable[[Sequence[ReadyRow]], None],
+        records: Callable[[Sequence[VerifyRow], Sequence[VerifyRow]], bool],
+        *,
+        is_on: bool,
+    ) -> None:
+        """`forget` frees what was reserved for rows of which nothing is committed. `records` says whether a pass of
+        the first rows records what the drafts after the second ones need. Unless it `is_on`, no rows are expected.
         """
         self.is_on = is_on
         self._forget = forget
+        self._records = records
         self._ended: tuple[StepBatch, Sequence[Verdict]] | None = None
         """The last step, as long as the next one may follow from it."""
         self._expected: StepBatch | None = None
@@ -101,15 +119,17 @@ class StepsAhead:
 
     def take(self, batch: StepBatch) -> LaunchedStep | None:
         """The step with these rows, if it is launched already. Another one is dropped."""
-        launched, is_expected = self._launched, self._expected == batch
-        if self._expected is not None:
+        launched, expected = self._launched, self._expected
+        is_equal = expected == batch
+        is_expected = expected is not None and (is_equal or self._is_asked_anew(expected.rows, batch.rows))
+        if expected is not None:
             self._count(is_expected)
         self._clear()
-        if launched is None or is_expected:
-            self._taken = launched
-            return launched
-        self._lose(launched)
-        return None
+        if launched is not None and not is_expected:
+            self._lose(launched)
+            launched = None
+        self._taken = launched if launched is None or is_equal else launched.asked(batch)
+        return self._taken
 
     def seconds_before(self, came: float) -> float:
         """How long the target worked on the step under way before its rows came at `came`, in seconds.
@@ -145,11 +165,22 @@ class StepsAhead:
             self._lost = step.rows.timer
             self._forget(step.rows.ready)
 
+    def _is_asked_anew(self, expected: Sequence[VerifyRow], rows: Sequence[VerifyRow]) -> bool:
+        """Whether the pass of the expected rows computes these, which ask for something else after it."""
+        if len(expected) != len(rows) or any(_asked(*pair) != pair[1] for pair in zip(expected, rows, strict=True)):
+            return False
+        return self._records(expected, rows)
+
     def _count(self, is_expected: bool) -> None:
         self._share += _WEIGHT * (is_expected - self._share)
 
     def _clear(self) -> None:
         self._ended = self._expected = self._launched = None
+
+
+def _asked(row: VerifyRow, other: VerifyRow) -> VerifyRow:
+    """The row with what another one asks for after the pass."""
+    return replace(row, next_budget=other.next_budget, wants_following=other.wants_following)
 
 
 def _following(

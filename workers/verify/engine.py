@@ -104,7 +104,7 @@ class TargetEngine:
         self._constraints = Constraints(self._grammars, ForbiddenTexts(directory, model.vocabulary_size))
         self._dequantized_from = "" if directory is None else dequantized_from(directory)
         self._drafter = self._make_drafter(self._options.method)
-        self._ahead = StepsAhead(self._drop, is_on=self._options.goes_ahead)
+        self._ahead = StepsAhead(self._drop, self._collector.records_for, is_on=self._options.goes_ahead)
         self._epoch = secrets.token_hex(8)
         self._profile: tuple[StepSample, ...] = ()
 
@@ -420,6 +420,7 @@ class TargetEngine:
         Evidence stays in a verdict only if drafters in other processes need it.
         """
         if not self._collector.is_needed(entry.row for entry in ready):
+            self._collector.discard()  # a step that was launched ahead may have recorded more than its rows need
             return
         self._collector.complete(verdicts)
         rows = [(entry, verdicts[entry.row.sequence_id]) for entry in ready]

@@ -110,6 +110,11 @@ class EvidenceCollector:
         """How many of the most probable tokens the evidence of these rows shows: that many logits must be computed."""
         return self._section.top if any(map(self._is_drafted, rows)) else 0
 
+    def records_for(self, launched: Sequence[VerifyRow], rows: Sequence[VerifyRow]) -> bool:
+        """Whether a pass of the `launched` rows records what `rows` need. They differ at most in what they ask for."""
+        is_recorded = self.records_hidden(launched) or not self.records_hidden(rows)
+        return is_recorded and self.ranked(launched) >= self.ranked(rows)
+
     def launch(
         self, rows: Sequence[VerifyRow], owns: Sequence[range], logits: torch.Tensor, copies: HostCopies
     ) -> None:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 from cluster.core.config.model_section import ModelSection
-from cluster.core.config.target_section import KvSection, TargetSection
-from cluster.core.drafting import NO_DRAFT, DraftBudget, Proposal, RowFault, RowFaultCode
+from cluster.core.config.target_section import EvidenceSection, KvSection, TargetSection
+from cluster.core.drafting import (
+    EVIDENCE_ONLY,
+    NO_DRAFT,
+    DraftBudget,
+    DraftRow,
+    Proposal,
+)
 from cluster.core.ids import SequenceId
 from cluster.core.kv import KvOccupancy
 from cluster.core.ports import DraftMethod
@@ -24,19 +31,21 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from cluster.core.verification import OpenRow, StepBatch, StepResult, Verdict, VerifyRow
 from tests.support.engines.engine_rows import PROMPT, first_row, open_row
 from tests.support.fakes.fake_gpu import FakeGpu
+from tests.support.fakes.host_waits import OnGpu
 from tests.support.models import tiny
 from workers.draft.registry import create
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 from workers.serve.configuration import load_configuration
 from workers.verify import ahead
-from workers.verify.ahead import LaunchedRows, LaunchedStep, StepsAhead
 from workers.verify.build import goes_ahead
 from workers.verify.decider import LocalDecider
 from workers.verify.engine import EngineOptions, TargetEngine
 from workers.verify.walk import TreeWalk
 
 BUDGET = DraftBudget(4, 4)
+BUDGETS = (NO_DRAFT, EVIDENCE_ONLY, DraftBudget(2, 2), BUDGET)
+EVERYTHING = EvidenceSection(taps=(1,), top=2, decisions=True)
 SAMPLINGS = (SamplingParameters(temperature=0.0), SamplingParameters(temperature=0.8, top_p=0.9, seed=5))
 BLOCKS, LONGEST = 200, 100
 
@@ -45,9 +54,11 @@ class Watched:
     """An engine of which it is known when it launches passes and when it waits for their decisions."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, method: DraftMethod | None = None) -> None:
-        model = load_model(ModelSection(path=str(directory), device="cpu"))
+        model = load_model(ModelSection(path=str(directory), device="cpu", native="off", compile="off"))
         self.pool = KvPool(model.kv_spec, KvSection(block_size=4), blocks=BLOCKS)
-        self.engine = TargetEngine(model, self.pool, LocalDecider(), EngineOptions(method=method, goes_ahead=True))
+        evidence = EVERYTHING if isinstance(method, Shown) else EvidenceSection()
+        options = EngineOptions(method=method, evidence=evidence, goes_ahead=True)
+        self.engine = TargetEngine(model, self.pool, LocalDecider(), options)
         self.events: list[str] = []
         forward, walk = self.engine._runner.forward, TreeWalk.walk
 
@@ -81,6 +92,26 @@ def watched(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(directory, monkeypatch)
 
 
+class Shown:
+    """A drafting method whose drafts depend on all that it is shown of the target's steps."""
+
+    reads_hidden = True
+
+    def propose(self, rows: Sequence[DraftRow]) -> tuple[Proposal, ...]:
+        return tuple(Proposal(row.sequence_id, row.base_len, self._tree(row)) for row in rows)
+
+    def release(self, sequence_ids: Sequence[SequenceId]) -> None:
+        """Nothing is held."""
+
+    def _tree(self, row: DraftRow) -> TokenTree:
+        seen = zlib.crc32(repr(row.new_tokens).encode())
+        for shown in row.evidence:
+            hidden = b"" if shown.hidden is None else bytes(shown.hidden.data)
+            seen = zlib.crc32(repr((shown.base_len, shown.decisions, shown.top)).encode() + hidden, seen)
+        length = min(row.budget.max_nodes, row.budget.max_depth)
+        return TokenTree.chain([3 + (seen + node) % (tiny.VOCABULARY - 3) for node in range(length)])
+
+
 def ngram(directory: Path) -> DraftMethod:
     values = {"target": {"path": str(directory), "device": "cpu"}, "draft": {"method": "ngram"}}
     configuration = load_configuration(values)
@@ -111,20 +142,27 @@ def test_a_step_is_launched_before_its_rows_come_and_then_only_read(watched: Wat
 
 
 @pytest.mark.usefixtures("_at_once")
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize("drafts", ["none", "looked up", "of what is shown", "of what is shown on a GPU"])
 @pytest.mark.parametrize("seed", range(3))
-def test_streams_and_blocks_are_the_same_whatever_comes(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, seed: int, drafts: bool
+def test_streams_drafts_and_blocks_are_the_same_whatever_comes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, seed: int, drafts: str
 ) -> None:
-    """Sequences begin, end, are preempted and opened again, and have other drafts than those that were proposed."""
-    budget = BUDGET if drafts else NO_DRAFT
+    """Sequences begin, end, are preempted and opened again, have other drafts than those that were proposed, and ask
+    for other ones.
+    """
+    monkeypatch.setattr("workers.sampling.decide.has_triton", lambda: False)
     found: list[Any] = []
     for is_ahead in (False, True):
-        watched = Watched(directory, monkeypatch, ngram(directory) if drafts else None)
-        coordinator = Coordinator(watched, random.Random(seed), budget, goes_ahead=is_ahead)
-        found.append([coordinator.run(rounds=70), coordinator.occupancies])
+        method = {"none": None, "looked up": ngram(directory)}.get(drafts, Shown())
+        watched = Watched(directory, monkeypatch, method)
+        budgets = (NO_DRAFT,) if method is None else BUDGETS
+        coordinator = Coordinator(watched, random.Random(seed), budgets, goes_ahead=is_ahead)
+        with OnGpu() if drafts.endswith("GPU") else nullcontext():
+            found.append([coordinator.run(rounds=70), coordinator.occupancies, coordinator.proposals])
         assert coordinator.ahead > 20 if is_ahead else not coordinator.ahead
-        assert coordinator.accepted or not drafts
+        assert bool(coordinator.asked_anew) == (is_ahead and method is not None)
+        assert coordinator.accepted or drafts != "looked up"
+        assert any(coordinator.proposals) == (method is not None)
         kv = watched.engine.release_all()
         assert kv.blocks_free == kv.blocks_total
     assert found[0] == found[1]
@@ -133,14 +171,18 @@ def test_streams_and_blocks_are_the_same_whatever_comes(
 class Coordinator:
     """Sends rows as a coordinator does, with all that may happen to sequences. It draws the same for equal verdicts."""
 
-    def __init__(self, watched: Watched, draw: random.Random, budget: DraftBudget, *, goes_ahead: bool) -> None:
-        self._watched, self._engine, self._draw, self._budget = watched, watched.engine, draw, budget
+    def __init__(
+        self, watched: Watched, draw: random.Random, budgets: Sequence[DraftBudget], *, goes_ahead: bool
+    ) -> None:
+        self._watched, self._engine, self._draw, self._budgets = watched, watched.engine, draw, budgets
+        self._budget = budgets[-1]
         self._goes_ahead = goes_ahead
         self._texts: dict[SequenceId, list[int]] = {}
         self._starts: dict[SequenceId, SequenceStart] = {}
         self._rows: dict[SequenceId, VerifyRow] = {}
         self.occupancies: list[KvOccupancy] = []
-        self.ahead = self.accepted = 0
+        self.proposals: list[Proposal | None] = []
+        self.ahead = self.asked_anew = self.accepted = 0
 
     def run(self, rounds: int) -> dict[SequenceId, list[int]]:
         """The texts after so many rounds."""
@@ -149,8 +191,10 @@ class Coordinator:
             self._idle()
             batch = StepBatch(tuple(self._rows.values()))
             self._watched.events.clear()
+            is_equal = self._engine._ahead._expected == batch
             result = self._engine.step(batch)
             self.ahead += self._watched.events == ["read"]
+            self.asked_anew += self._watched.events == ["read"] and not is_equal
             self._idle()
             self._commit(batch, result)
         return self._texts
@@ -196,6 +240,9 @@ class Coordinator:
 
     def _commit(self, batch: StepBatch, result: StepResult) -> None:
         self.occupancies.append(result.kv)
+        self.proposals += [verdict.proposal for verdict in result.verdicts]
+        if self._draw.random() < 0.3:
+            self._budget = self._draw.choice(self._budgets)
         for row, verdict in zip(batch.rows, result.verdicts, strict=True):
             assert verdict.fault is None
             self.accepted += verdict.accepted
@@ -205,7 +252,7 @@ class Coordinator:
                 self._engine.release([row.sequence_id])
                 continue
             other = TokenTree.chain((7, 8, 9)) if self._draw.random() < 0.05 else None
-            self._rows[row.sequence_id] = following(row, verdict, other)
+            self._rows[row.sequence_id] = replace(following(row, verdict, other), next_budget=self._budget)
 
 
 @pytest.mark.parametrize("change", ["a row less", "a row more", "another draft", "another order", "the rows again"])
@@ -228,6 +275,46 @@ def test_other_rows_are_computed_as_if_nothing_was_launched(watched: Watched, ch
     assert found == expected
     assert happened == ([] if change == "the rows again" else ["launch", "read"])
     assert watched.pool.blocks_free == free
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize(
+    ("is_shown", "expected", "asked", "is_lost"),
+    [
+        (False, NO_DRAFT, BUDGET, False),
+        (False, BUDGET, NO_DRAFT, False),
+        (True, BUDGET, DraftBudget(2, 2), False),
+        (True, BUDGET, NO_DRAFT, False),
+        (True, BUDGET, EVIDENCE_ONLY, False),
+        (True, EVIDENCE_ONLY, NO_DRAFT, False),
+        (True, NO_DRAFT, EVIDENCE_ONLY, True),
+        (True, EVIDENCE_ONLY, BUDGET, True),
+    ],
+)
+def test_a_launched_step_drafts_what_its_rows_ask_for_if_it_has_recorded_enough(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_shown: bool,
+    expected: DraftBudget,
+    asked: DraftBudget,
+    is_lost: bool,
+) -> None:
+    """A method that is shown nothing drafts after any pass."""
+    found: list[Any] = []
+    for is_ahead in (False, True):
+        watched = Watched(directory, monkeypatch, Shown() if is_shown else ngram(directory))
+        row = replace(first_row("a", PROMPT * 2), next_budget=expected)
+        (verdict,), _ = watched.step(row)
+        if is_ahead:
+            watched.engine.step_ahead()
+        row = replace(following(row, verdict), next_budget=asked)
+        (verdict,), happened = watched.step(row)
+        assert happened == (["read"] if is_ahead and not is_lost else ["launch", "read"])
+        assert watched.step(row)[0] == (verdict,), "the row is known as it was sent"
+        row = replace(following(row, verdict), next_budget=BUDGET)
+        found.append([verdict, watched.step(row)[0]])
+        assert (verdict.proposal is not None) == (asked.max_nodes > 0)
+    assert found[0] == found[1]
 
 
 def test_what_happens_between_steps_sees_no_block_of_the_launched_one(watched: Watched) -> None:
@@ -309,108 +396,6 @@ def test_an_engine_that_does_not_go_ahead_launches_nothing(engine: TargetEngine)
 )
 def test_a_target_on_one_gpu_goes_ahead_if_it_is_told_to(settings: dict[str, Any], device: str, expected: bool) -> None:
     assert goes_ahead(TargetSection(**settings), torch.device(device)) is expected
-
-
-def rows_and_verdicts(count: int, base_len: int = 5) -> tuple[StepBatch, list[Verdict]]:
-    names = [SequenceId(str(index)) for index in range(count)]
-    return (
-        StepBatch(tuple(VerifyRow(name, base_len, (3,)) for name in names)),
-        [Verdict(name, base_len, (3,)) for name in names],
-    )
-
-
-def sequences(count: int, end: int = 2) -> Any:
-    stored = SimpleNamespace(start=SequenceStart(1, SamplingParameters(end_token_ids=(end,))))
-    return {SequenceId(str(index)): stored for index in range(count)}
-
-
-def launched(batch: StepBatch) -> LaunchedStep:
-    unused = cast("Any", None)
-    return LaunchedStep(0.0, {}, LaunchedRows([], unused, [], unused, unused))
-
-
-def test_steps_are_launched_while_nearly_all_come_as_expected() -> None:
-    steps, forgotten = StepsAhead(lambda ready: forgotten.append(ready), is_on=True), list[Any]()
-
-    def go(count: int, *, as_expected: bool = True) -> int:
-        """How many of so many steps were launched ahead and used."""
-        used = 0
-        for number in range(count):
-            batch, verdicts = rows_and_verdicts(2, 5 + number)
-            steps.end(batch, verdicts)
-            expected = steps.expect(sequences(2))
-            if expected is not None:
-                steps.hold(launched(expected))
-            used += steps.take(rows_and_verdicts(2 if as_expected else 1, 6 + number)[0]) is not None
-        return used
-
-    assert go(150) == 0, "too little is known"
-    assert go(100) > 40
-    assert go(20, as_expected=False) == 0
-    assert len(forgotten) < 5, "so few passes are lost"
-    assert go(30) == 0
-    assert go(300) > 100
-
-
-@pytest.mark.parametrize("change", ["opens", "releases"])
-def test_steps_that_other_calls_would_drop_count_as_not_expected(change: str) -> None:
-    """While nothing is launched too: half of the launched ones would be lost."""
-    steps, lost = StepsAhead(lambda _: None, is_on=True), 0
-    for number in range(400):
-        steps.end(*rows_and_verdicts(2, 5 + number))
-        expected = steps.expect(sequences(2))
-        if expected is not None:
-            steps.hold(launched(expected))
-        if number % 2:
-            lost += expected is not None
-            steps.drop() if change == "opens" else steps.release([SequenceId("1")])
-            steps.expect(sequences(1))
-        steps.take(rows_and_verdicts(1 if number % 2 else 2, 6 + number)[0])
-    assert not lost
-
-
-@pytest.mark.parametrize(("rows", "looked_at"), [(1, 36), (7, 36), (16, 12), (64, 4)])
-def test_fewer_steps_of_many_rows_are_looked_at_while_few_come_as_expected(rows: int, looked_at: int) -> None:
-    """What is found of a step delays its verdicts, which another thread sends."""
-    steps, seen = StepsAhead(lambda _: None, is_on=True), 0
-    stored = Mock(get=Mock(return_value=None))
-    for number in range(36):
-        steps.end(*rows_and_verdicts(rows, 5 + number))
-        stored.get.reset_mock()
-        assert steps.expect(stored) is None
-        seen += stored.get.call_count > 0
-        steps.take(rows_and_verdicts(rows, 6 + number)[0])
-    assert seen == looked_at
-
-
-def test_what_verdicts_do_not_say_is_not_expected() -> None:
-    """A coordinator leaves out sequences that have ended, and those that it has released."""
-    steps = StepsAhead(lambda _: None, is_on=True)
-    batch, verdicts = rows_and_verdicts(3)
-
-    def expected(verdicts: Sequence[Verdict], stored: Any) -> list[str] | None:
-        steps.end(batch, verdicts)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ahead, "LEAST_SHARE", 0.0)
-            found = steps.expect(stored)
-        return None if found is None else [row.sequence_id for row in found.rows]
-
-    fault = RowFault(RowFaultCode.OUT_OF_SYNC, "")
-    assert expected(verdicts, sequences(3)) == ["0", "1", "2"]
-    assert expected(verdicts, sequences(2)) == ["0", "1"]
-    assert expected([*verdicts[:2], Verdict(SequenceId("2"), 5, (2,))], sequences(3)) == ["0", "1"]
-    assert expected(verdicts, sequences(3, end=3)) is None, "all have ended"
-    for unknown in (Verdict(SequenceId("2"), 5), Verdict(SequenceId("2"), 5, fault=fault)):
-        assert expected([*verdicts[:2], unknown], sequences(3)) is None, "nothing is decided"
-    assert expected([*verdicts[:2], Verdict(SequenceId("2"), 5, (4,), forced=(9,))], sequences(3)) is None
-
-
-def test_the_draft_of_a_verdict_is_expected_with_the_budget_of_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "LEAST_SHARE", 0.0)
-    steps, name, tree = StepsAhead(lambda _: None, is_on=True), SequenceId("0"), TokenTree.chain((8, 9))
-    row = VerifyRow(name, 5, (3,), TokenTree.chain((4, 6)), next_budget=BUDGET)
-    steps.end(StepBatch((row,)), [Verdict(name, 5, (4, 7), 2, proposal=Proposal(name, 7, tree))])
-    assert steps.expect(sequences(1)) == StepBatch((VerifyRow(name, 7, (7,), tree, next_budget=BUDGET),))
 
 
 def on_gpu(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TargetEngine, KvPool, FakeGpu]:
