@@ -30,7 +30,7 @@ def with_implied_settings(configuration: Configuration) -> Configuration:
     """
     draft = configuration.draft
     needs, place = needs_of(draft), placement_of(draft, configuration.target)
-    check_learning(draft)
+    check_learning(draft, configuration.target)
     # A draft that learns changes the weights with which a target would fuse.
     fusion = needs.fusion if place == "drafter" and draft.learn == "off" else ()
     most, sequences = configuration.scheduler.max_sequences, configuration.target.kv.sequences

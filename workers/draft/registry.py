@@ -22,6 +22,7 @@ from cluster.core.ports import DraftMethod
 from workers.draft.common.combination import combined
 from workers.forward.graph_sizes import drafting_graph_bytes
 from workers.model.weight_files import is_encoder_decoder
+from workers.sampling.acceptance import create_rule
 
 Factory = Callable[[Any, DraftSection, TargetSection], DraftMethod]
 """Makes a method from its own settings, the common settings of drafting, and the target's settings."""
@@ -233,14 +234,24 @@ def can_share_gpu(draft: DraftSection) -> bool:
     )
 
 
-def check_learning(draft: DraftSection) -> None:
-    """Raise `ConfigurationError` if `draft.learn` is on with methods that cannot be trained while they draft."""
+def check_learning(draft: DraftSection, target: TargetSection) -> None:
+    """Raise `ConfigurationError` if `draft.learn` is on with methods that cannot be trained while they draft.
+
+    The same for an acceptance rule that accepts more than the target's decisions: then a text depends on its drafts, so
+    it does not tell how many steps it takes with drafts of other weights.
+    """
     if draft.learn == "off":
         return
     learning = ", ".join(sorted(name for name, plugin in METHODS.items() if plugin.learns))
     if len(selected := _selected(draft)) > 1 or not selected[0][1].learns:
         raise ConfigurationError(
             f"draft.learn: on is refused with {draft.name}; draft.method must be one of {learning}"
+        )
+    rule = create_rule(target)
+    if not rule.is_lossless or rule.needs_distribution:
+        raise ConfigurationError(
+            f"draft.learn: on is refused with target.acceptance: {target.acceptance}, which accepts more than the "
+            "target's decisions, so that no text tells how often other weights are right; it must be coupled"
         )
 
 

@@ -84,7 +84,8 @@ class DraftSection(PluginHost):
     learn: Choice[Literal["off", "on"]] = "off"
     """`on` trains the draft on the answers that it drafts for, while no request runs, and uses new weights that save
     steps of the target. What one client's texts teach drafts for that client only, unless API keys share. It is for one
-    method alone: `heads`, `blockwise`, `eagle`, `block`, or `model` on a CPU. It needs `pilotfish[distill]`."""
+    method alone: `heads`, `blockwise`, `eagle`, `block`, or `model` on a CPU. It needs `target.acceptance: coupled` and
+    `pilotfish[distill]`."""
     learn_from: Literal["keys", "all"] = "keys"
     """Whose texts are learned from, and stored in `draft.prompt_log_directory`: `keys`: of clients whose line in the
     API key file has `learn`; `all`: of every client. Requests with `store: false` are left out."""

@@ -161,6 +161,39 @@ def test_only_a_method_that_can_be_trained_where_it_drafts_learns(
         with_implied_settings(load_configuration(values, {"draft.learn": "on"}))
 
 
+@pytest.mark.parametrize("method", ["heads", "blockwise"])
+@pytest.mark.parametrize(
+    ("acceptance", "is_refused"),
+    [
+        ({"acceptance": "coupled"}, False),
+        ({"acceptance": "blockwise"}, False),  # it is strict by default
+        ({"acceptance": "blockwise", "blockwise": {"top_k": 2}}, True),
+        ({"acceptance": "blockwise", "blockwise": {"distance": 1}}, True),
+        ({"acceptance": "blockwise", "blockwise": {"minimum_block": 2}}, True),
+        ({"acceptance": "typical"}, True),
+        ({"acceptance": "rejection"}, True),
+        ({"acceptance": "block"}, True),
+    ],
+)
+def test_drafts_learn_only_where_the_target_s_decisions_alone_are_accepted(
+    method: str, acceptance: dict[str, object], tmp_path: Path, *, is_refused: bool
+) -> None:
+    """The learner counts the steps of a text anew with other weights, so the text may not depend on its drafts."""
+    drafting_modules.save(tiny.save(tmp_path / "target", tiny.llama()), tmp_path / "heads", "heads", (2,))
+    values: dict[str, object] = {
+        "target": {"path": str(tmp_path / "target")} | acceptance,
+        "draft": {"method": method, method: {"path": str(tmp_path / "heads")}},
+    }
+    with_implied_settings(load_configuration(values))
+    learning = load_configuration(values, {"draft.learn": "on"})
+    if not is_refused:
+        assert with_implied_settings(learning).draft.learn == "on"
+        return
+    refused = f"draft.learn: on is refused with target.acceptance: {acceptance['acceptance']}, which accepts more"
+    with pytest.raises(ConfigurationError, match=refused):
+        with_implied_settings(learning)
+
+
 def test_a_draft_model_that_learns_drafts_on_the_target_unless_there_are_several_drafters() -> None:
     values = {"draft": {"method": "model", "model": {"path": "x"}}}
     places = {}

@@ -246,5 +246,5 @@ def test_no_cluster_of_a_distillation_learns(configuration: Configuration, kind:
 
     assert (answering.method, measuring.method) == ("none", {"exit": "early_exit"}.get(kind, kind))
     for draft in (answering, measuring):
-        check_learning(draft)
+        check_learning(draft, serving.target)
         assert draft.learn == "off"
