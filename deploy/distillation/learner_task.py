@@ -16,9 +16,10 @@ from torch import Tensor
 
 from cluster.core.config.draft_section import DraftModuleSection
 from cluster.core.config.sections import Configuration
-from cluster.core.drafting import DraftBudget, DraftRow, Evidence, HiddenStates
+from cluster.core.drafting import NO_DRAFT, DraftBudget, DraftRow, Evidence, HiddenStates
 from cluster.core.errors import ConfigurationError
 from cluster.core.ids import SequenceId
+from cluster.core.tree import TokenTree
 from workers.distill.online import OnlinePlan, ServedText, train_online
 from workers.distill.online_model import load_served_student, train_model_online
 from workers.distill.target_head import TargetHead, read_target_head
@@ -154,20 +155,21 @@ def _rounds(
     method = create(configuration.draft, configuration.target)
     if not isinstance(method, LearnsOnline) or method.weights is None:
         raise ConfigurationError(f"draft.learn: the method {configuration.draft.name} does not learn")
+    method.ignore_times()
     for key in {salt_key(text.start.cache_salt) for text in texts}:
         method.weights.replace(key, weights)
-    return tuple(rounds_of(method, configuration, text) for text in texts)
+    return tuple(len(rounds_of(method, configuration, text)) for text in texts)
 
 
-def rounds_of(method: LearnsOnline, configuration: Configuration, text: CollectedText) -> int:
-    """The steps that the target needs for a text if the method drafts: the verifier's walk, from draft to draft.
+def rounds_of(method: LearnsOnline, configuration: Configuration, text: CollectedText) -> list[int]:
+    """The tokens that each step decides of a text if the method drafts: the verifier's walk, from draft to draft.
 
     The target decides a token by its position alone, so its decisions along a right path are the tokens of the text.
     """
     tokens = text.tokens
     name, draft = SequenceId("text"), configuration.draft
-    synced, length, rounds = 0, text.base_len, 0
-    while length < len(tokens):
+    synced, length, rounds = 0, text.base_len, list[int]()
+    while synced < len(tokens):
         shown = max(0, synced - 1 - text.first)
         rows = text.hidden[shown : length - 1 - text.first]
         data = rows.contiguous().view(torch.uint8).numpy().tobytes()
@@ -177,21 +179,29 @@ def rounds_of(method: LearnsOnline, configuration: Configuration, text: Collecte
             name,
             length,
             tokens[synced:length],
-            DraftBudget(draft.max_nodes, draft.max_depth),
+            # After the last step, the method is still shown what became of its last draft.
+            DraftBudget(draft.max_nodes, draft.max_depth) if length < len(tokens) else NO_DRAFT,
             text.start if synced == 0 else None,
             (evidence,),
         )
         (proposal,) = method.propose([row])
-        tree = proposal.tree
-        # Beyond the text, and below a wrong node, nothing is decided.
-        decisions = [tokens[length]]
-        for node, depth in enumerate(tree.depths()):
-            end = length + depth
-            is_right = end < len(tokens) and tree.path_tokens(node) == tokens[length:end]
-            decisions.append(tokens[end] if is_right else -1)
-        synced, length, rounds = length, length + len(DecidedTree(tree, decisions).walk().tokens), rounds + 1
+        synced = length
+        if length < len(tokens):
+            rounds.append(_decided(proposal.tree, tokens, length))
+            length += rounds[-1]
     method.release([name])
     return rounds
+
+
+def _decided(tree: TokenTree, tokens: Sequence[int], length: int) -> int:
+    """The tokens of a text that the step decides which verifies the tree, drafted after `length` of them."""
+    # Beyond the text, and below a wrong node, nothing is decided.
+    decisions = [tokens[length]]
+    for node, depth in enumerate(tree.depths()):
+        end = length + depth
+        is_right = end < len(tokens) and tree.path_tokens(node) == tokens[length:end]
+        decisions.append(tokens[end] if is_right else -1)
+    return len(DecidedTree(tree, decisions).walk().decided().tokens)
 
 
 def _rounded(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -264,6 +264,9 @@ class LearnsOnline(DraftMethod, Protocol):
     def collect_into(self, reservoir: Reservoir) -> None:
         """Add the texts of finished sequences to `reservoir` from now on."""
 
+    def ignore_times(self) -> None:
+        """Draft as if drafts took no time: where texts are drafted anew, no step of a target passes in between."""
+
 
 @lru_cache(1024)
 def salt_key(salt: str) -> str:

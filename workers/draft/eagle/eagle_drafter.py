@@ -102,6 +102,9 @@ class EagleTreeDrafter(LearningDrafter):
     def release(self, sequence_ids: Sequence[SequenceId]) -> None:
         self._context.release(sequence_ids)
 
+    def ignore_times(self) -> None:
+        self._cost.is_free = True
+
     def _growth(self, session: EagleSession, output: Tensor, budget: DraftBudget) -> EagleGrowth:
         shape = self._passes.own.context_shape
         return EagleGrowth(session, output, budget, shape.window, shape.scratch)

@@ -133,6 +133,9 @@ class LearningTreeDrafter(TreeDrafter):
     def collect_into(self, reservoir: Reservoir) -> None:
         self._reservoir = reservoir
 
+    def ignore_times(self) -> None:
+        self._cost.is_free = True
+
     def _prepare(self, session: TreeSession) -> None:
         """Drop what was computed for the sequence with other weights than those that draft for it now."""
         salt = session.start.cache_salt

@@ -187,3 +187,6 @@ class LearningDrafter:
 
     def collect_into(self, reservoir: Reservoir) -> None:
         self._collector.collect_into(reservoir)
+
+    def ignore_times(self) -> None:
+        """Nothing: what is ranked at once does not depend on times."""

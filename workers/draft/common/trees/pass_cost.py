@@ -16,6 +16,8 @@ class PassCost:
     """
 
     def __init__(self) -> None:
+        self.is_free = False
+        """Whether no token is lost in the time of a pass: no target waits for it."""
         self._tokens = 0.0
         self._seconds = 0.0
         self._pass_seconds = 0.0
@@ -23,7 +25,7 @@ class PassCost:
 
     def record_commit(self, tokens: int, seconds: float) -> None:
         """Record that one sequence gained `tokens` between two calls that were `seconds` apart."""
-        if seconds < _LONGEST_SECONDS:
+        if seconds < _LONGEST_SECONDS and not self.is_free:
             self._tokens = self._tokens * _DECAY + tokens
             self._seconds = self._seconds * _DECAY + seconds
 
