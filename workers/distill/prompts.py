@@ -2,11 +2,11 @@
 
 The formats are Spec-Bench (`turns`), GSM8K (`question`), Self-Instruct (`instruction` with `instances`), conversations
 (`messages`), those of ShareGPT (`conversations`), HumanEval (`entry_point` with `prompt`), Multi30k (`en` with `de` or
-`fr`, to translate into English) and plain prompts (`prompt`). Answers in the files are ignored, because the target
-writes its own. For a line with a system message alone (`system`, null for none), the target writes the question as
-well: a model that was tuned on conversations writes questions like those that it was tuned on (Magpie, Xu et al. 2024).
-A `template` is a prompt in which `{document}` stands for a longer answer of the target, each time another one, and
-`{question}` for what one of these answers.
+`fr`, to translate into English) and plain prompts (`prompt`, or `text`, as a data set of plain text has them). Answers
+in the files are ignored, because the target writes its own. For a line with a system message alone (`system`, null for
+none), the target writes the question as well: a model that was tuned on conversations writes questions like those that
+it was tuned on (Magpie, Xu et al. 2024). A `template` is a prompt in which `{document}` stands for a longer answer of
+the target, each time another one, and `{question}` for what one of these answers.
 """
 
 from __future__ import annotations
@@ -217,6 +217,10 @@ def _plain(row: Mapping[str, Any], where: str) -> list[_Turns]:
     return [(None, [_text(row["prompt"], f"{where}: prompt")])]
 
 
+def _text_column(row: Mapping[str, Any], where: str) -> list[_Turns]:
+    return [(None, [_text(row["text"], f"{where}: text")])]
+
+
 def _translation(row: Mapping[str, Any], where: str) -> list[_Turns]:
     found: list[_Turns] = [
         (None, [f"Translate {language} to English: {_text(row[key], f'{where}: {key}')}"])
@@ -316,5 +320,6 @@ _FORMS: dict[str, Callable[[Mapping[str, Any], str], list[_Turns]]] = {
     "prompt": _plain,
     "template": _template,
     "en": _translation,
+    "text": _text_column,
     "system": _system_only,
 }

@@ -89,9 +89,9 @@ class TestReading:
             ("{", "needed JSON"),
             ("[1]", "needed an object, found [1]"),
             (
-                '{"text": "a"}',
+                '{"body": "a"}',
                 "one of the keys turns, messages, conversations, instruction, question, entry_point, prompt, template, "
-                "en, system; found ['text']",
+                "en, text, system; found ['body']",
             ),
             ('{"en": "A house."}', "needed de or fr beside en, found ['en']"),
             ('{"template": "Summarize."}', "template: needed {document}, found 'Summarize.'"),
@@ -106,6 +106,7 @@ class TestReading:
             ('{"turns": []}', "turns: needed at least one text, found []"),
             ('{"question": 7}', "question: needed a text that is not empty, found 7"),
             ('{"prompt": " "}', "prompt: needed a text that is not empty, found ' '"),
+            ('{"text": 7}', "text: needed a text that is not empty, found 7"),
             ('{"messages": "hi"}', "messages: needed a list of objects, found 'hi'"),
             ('{"messages": [{"role": "assistant", "content": "a"}]}', "role user: needed at least one text, found []"),
             ('{"instruction": "a", "instances": 3}', "instances: needed a list of objects, found 3"),
@@ -226,6 +227,14 @@ class TestDataSets:
         assert [prompt.turns for prompt in found] == [("0?",), ("1?",), ("2?",), ("Hi",)]
         assert [(prompt.source, prompt.line) for prompt in found] == [("asked", line) for line in (1, 2, 3, 4)]
 
+    def test_a_column_of_texts_has_prompts_where_no_other_one_does(self, tmp_path: Path) -> None:
+        """`datasets.load_dataset("text", …)` names its only column so."""
+        plain = read_prompts(self.save(tmp_path / "plain", [{"text": "Hi."}, {"text": "Why?"}]))
+        asked = read_prompts(self.save(tmp_path / "asked", [{"question": "Why?", "text": "Question: Why?"}]))
+
+        assert [prompt.turns for prompt in plain] == [("Hi.",), ("Why?",)]
+        assert [prompt.turns for prompt in asked] == [("Why?",)]
+
     def test_of_several_splits_the_one_to_train_on_is_read(self, tmp_path: Path) -> None:
         for name in ("train", "test"):
             self.save(tmp_path / "asked" / name, [{"prompt": name}])
@@ -248,8 +257,8 @@ class TestDataSets:
             read_prompts(broken)
 
     def test_a_row_that_is_no_prompt_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match=r"bad, row 2: needed one of the keys .*; found \['text'\]"):
-            read_prompts(self.save(tmp_path / "bad", [{"prompt": "a", "text": "b"}, {"prompt": None, "text": "b"}]))
+        with pytest.raises(ConfigurationError, match=r"bad, row 2: needed one of the keys .*; found \['label'\]"):
+            read_prompts(self.save(tmp_path / "bad", [{"prompt": "a", "label": "b"}, {"prompt": None, "label": "b"}]))
 
 
 class TestSchedule:
