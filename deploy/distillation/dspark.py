@@ -25,6 +25,7 @@ from deploy.distillation.single_process import (
     layers_like,
 )
 from workers.distill.answers import Answer
+from workers.distill.dspark.memory import text_bytes
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
@@ -121,7 +122,9 @@ class Run(SingleProcess):
         vocabulary = self.vocabulary(texts) if begun is None else begun.vocabulary
         tokens = torch.tensor(vocabulary, device=self.device) if vocabulary else None
         taps = self.taps()
-        rows = self._rows(self.lengthened(texts.train), (self.peers.rank, self.peers.count))
+        train = self.lengthened(texts.train)
+        self.check_memory(train, texts, text_bytes(len(taps), int(self.config.hidden_size), self.dtype.itemsize))
+        rows = self._rows(train, (self.peers.rank, self.peers.count))
         measured = {name: self._rows(answers) for name, answers in texts.measured.items()}
         module = self._module(taps, rows.tap_scale(self.peers))
         self.drop_layers()

@@ -24,6 +24,7 @@ from deploy.distillation.single_process import (
 from workers.distill.answers import Answer
 from workers.distill.divergence import DIVERGENCES, FORWARD_KL
 from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
+from workers.distill.eagle3.memory import text_bytes
 from workers.distill.eagle3.states import TextStates
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
 from workers.model.draft_card import DraftDescription
@@ -92,7 +93,9 @@ class Run(SingleProcess):
         begun = self.directory_of_training
         vocabulary = self.vocabulary(texts) if begun is None else begun.vocabulary
         taps = self.taps()
-        states = self._states(self.lengthened(texts.train), (self.peers.rank, self.peers.count))
+        train = self.lengthened(texts.train)
+        self.check_memory(train, texts, text_bytes(shape_of(self.config, taps, is_normed=True), self.dtype.itemsize))
+        states = self._states(train, (self.peers.rank, self.peers.count))
         measured = {name: self._states(answers) for name, answers in texts.measured.items()}
         head = self._head(taps, vocabulary)
         self.drop_layers()

@@ -34,6 +34,7 @@ from workers.distill.answers import Answer, AnswerFile, read_answers, trainable
 from workers.distill.device_training import DeviceTraining
 from workers.distill.eagle3.states import lengthened
 from workers.distill.job import ReadStates
+from workers.distill.memory import check_texts
 from workers.distill.modules.module_plan import layer_shape
 from workers.distill.modules.tap_cache import Report, TapCache, states_of
 from workers.distill.options import refuse_equal_names
@@ -43,6 +44,7 @@ from workers.distill.prompts import Task, evaluation_tasks, read_prompts, schedu
 from workers.distill.stored_target import StoredTarget, load_parts
 from workers.distill.target_model import multiplies_bfloat16
 from workers.distill.vocabulary import frequent_tokens
+from workers.kv.pool_size import free_bytes
 from workers.model.dequantized import weights_in_words
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
 from workers.model.public_shapes import DecoderShape, FeatureShape, MaskedBlockShape, RopeShape
@@ -330,6 +332,16 @@ class SingleProcess(ABC):
         """The answers, a share of them with other texts before them."""
         chosen = self.options
         return lengthened(answers, chosen.long_share, chosen.max_length, chosen.seed)
+
+    def check_memory(self, train: Sequence[Answer], texts: Texts, token_bytes: int) -> None:
+        """Raise `ConfigurationError` if the device has no room for the texts that this process keeps there.
+
+        These are its part of `train`, and all that are measured on. A row of packed texts may take more.
+        """
+        own = [*train[self.peers.rank :: self.peers.count], *chain(*texts.measured.values())]
+        tokens = sum(min(len(one.prompt) + len(one.answer), self.options.max_length) for one in own)
+        device = self.target.get_input_embeddings().get_parameter("weight").device  # which has the target's ends now
+        check_texts(tokens, token_bytes, free_bytes(device), str(device))
 
     def plan_values(self) -> dict[str, Any]:
         """What the options say of a plan of any kind."""

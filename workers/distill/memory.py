@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.core.errors import ConfigurationError
 from workers.model.draft_shapes import LayerShape
 from workers.model.public_shapes import DecoderShape
 
@@ -109,6 +110,17 @@ class TrainingMemory:
     def most(self) -> int:
         """The most bytes of a step, or of what happens between two."""
         return max(self.peak, self.between)
+
+
+def check_texts(tokens: int, token_bytes: int, free: int, device: str) -> None:
+    """Raise `ConfigurationError` if texts with their hidden states take more than a device's free bytes."""
+    needed = tokens * token_bytes
+    if needed > free:
+        raise ConfigurationError(
+            f"--most-tokens, or --answer-tokens of pilotfish distill: {tokens:,} tokens of texts with their hidden "
+            f"states take {needed:,} bytes, and {device} has {free:,} free, for {free // token_bytes:,} tokens; texts "
+            "that are written stay, so choose fewer of them with other --answers, or --work of pilotfish distill"
+        )
 
 
 def shared(count: int, ranks: int) -> int:

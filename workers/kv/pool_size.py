@@ -70,7 +70,7 @@ def _unreserved_bytes(spec: KvCacheSpec, section: PoolSection) -> int:
     Graphs of drafting passes are captured already, so they are not free.
     """
     tokens = (section.step_tokens if isinstance(section, KvSection) else None) or 0
-    return max(0, _free_bytes(spec.device) - spec.reserved_bytes - tokens * spec.step_token_bytes)
+    return max(0, free_bytes(spec.device) - spec.reserved_bytes - tokens * spec.step_token_bytes)
 
 
 def stored_type(section: PoolSection) -> torch.dtype | None:
@@ -105,7 +105,8 @@ def kept_prefix_states(section: PoolSection) -> int:
     return section.prefix_states or PREFIX_STATES_PER_SEQUENCE * kept_sequences(section)
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Bytes of memory that a device has free."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has freed
         free, _ = torch.cuda.mem_get_info(device)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from cluster.core.errors import ConfigurationError, ModelLoadError, TargetUnavailable
-from deploy.distillation import dspark, eagle3
+from deploy.distillation import dspark, eagle3, single_process
 from deploy.distillation.conversations import Tokens, Write, WritingPlan
 from deploy.distillation.execute import _configuration, execute
 from deploy.distillation.rank_writer import RankWriter
@@ -289,6 +289,36 @@ def test_a_disk_without_room_for_the_states_is_refused_before_the_target_compute
     refused = f"--states, or --work of pilotfish distill: {tmp_path / 'states'}/.* bytes, and its disk has 1 free"
     with pytest.raises(ConfigurationError, match=refused):
         execute(lambda *_: run, run.options)
+
+
+@pytest.mark.parametrize(("kind", "token_bytes"), [("eagle3", 4 * (2 + 1) * 48 + 8), ("dspark", 4 * 3 * 48 + 409)])
+def test_a_device_without_room_for_the_states_is_refused_before_they_are_read(
+    directory: Path,
+    answers: tuple[Answer, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    token_bytes: int,
+) -> None:
+    """What just fits is trained on, and one byte less is refused."""
+    run = make_run(directory, answers, tmp_path, kind)
+    run.options.long_share = 0.0  # no text gets others before it
+    tokens = sum(len(answer.prompt) + len(answer.answer) for answer in answers)
+    needed = tokens * token_bytes
+    with monkeypatch.context() as patched:
+        patched.setattr(single_process, "free_bytes", lambda _: needed - 1)
+        patched.setattr(TapCache, "of", None)  # calling it would be another error
+        refused = (
+            rf"--most-tokens, or --answer-tokens of .*: {tokens:,} tokens of texts with their hidden states take "
+            rf"{needed:,} bytes, and cpu has {needed - 1:,} free, for {tokens - 1:,} tokens"
+        )
+        with pytest.raises(ConfigurationError, match=refused):
+            execute(lambda *_: run, run.options)
+    again = make_run(directory, (), tmp_path, kind)
+    again.options.long_share = 0.0
+    monkeypatch.setattr(single_process, "free_bytes", lambda _: needed)
+    execute(lambda *_: again, again.options)
+    assert (tmp_path / "out").is_dir()
 
 
 def make_run(

@@ -25,7 +25,7 @@ BLOCK_BYTES = 2 * 2 * 8 * 4 * 16
 
 
 def test_a_pool_takes_its_share_of_the_free_memory_that_is_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_size, "_free_bytes", lambda _: 1000 * BLOCK_BYTES)
+    monkeypatch.setattr(pool_size, "free_bytes", lambda _: 1000 * BLOCK_BYTES)
     section = KvSection(block_size=16, memory_fraction=0.5)
     assert blocks_that_fit(SPEC, section) == 500
     assert blocks_that_fit(replace(SPEC, reserved_bytes=400 * BLOCK_BYTES), section) == 300
@@ -34,7 +34,7 @@ def test_a_pool_takes_its_share_of_the_free_memory_that_is_not_reserved(monkeypa
 
 
 def test_a_target_on_a_gpu_takes_most_of_what_graphs_and_activations_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_size, "_free_bytes", lambda _: 1000 * BLOCK_BYTES)
+    monkeypatch.setattr(pool_size, "free_bytes", lambda _: 1000 * BLOCK_BYTES)
     target = KvSection(block_size=16, step_tokens=2048)
     on_gpu = replace(SPEC, device=torch.device("cuda", 0), reserved_bytes=100 * BLOCK_BYTES)
     computed = replace(on_gpu, step_token_bytes=400 * BLOCK_BYTES // 2048)
@@ -49,7 +49,7 @@ def test_a_target_on_a_gpu_takes_most_of_what_graphs_and_activations_leave(monke
 def test_configured_bytes_that_leave_a_gpu_no_memory_for_graphs_and_activations_are_refused(
     section: PoolSection, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_size, "_free_bytes", lambda _: 1000 * BLOCK_BYTES)
+    monkeypatch.setattr(pool_size, "free_bytes", lambda _: 1000 * BLOCK_BYTES)
     reserved, on_gpu = 100 * BLOCK_BYTES, torch.device("cuda", 0)
     spec = replace(SPEC, device=on_gpu, reserved_bytes=reserved, step_token_bytes=400 * BLOCK_BYTES // 2048)
     most = 500 if isinstance(section, KvSection) else 900

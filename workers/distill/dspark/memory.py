@@ -34,9 +34,12 @@ class BlockBatch:
     """Blocks of a row."""
 
 
-def text_bytes(taps: int, hidden_size: int) -> int:
-    """Bytes of one token of a text: its hidden states, its most probable successors and its place."""
-    return HALF * taps * hidden_size + (4 + 2) * _LEADING + 3 * LONG + 1
+def text_bytes(taps: int, hidden_size: int, value: int = HALF) -> int:
+    """Bytes of one token of a text: its hidden states, its most probable successors and its place.
+
+    `value` is the size of a number of a hidden state.
+    """
+    return value * taps * hidden_size + (4 + 2) * _LEADING + 3 * LONG + 1
 
 
 def block_size(shape: MaskedBlockShape) -> ModuleSize:

@@ -50,9 +50,12 @@ class RollOutBatch:
         return self.rows * (self.length - 2)
 
 
-def text_bytes(shape: FeatureShape) -> int:
-    """Bytes of one token of a text: its hidden states, the target's last one too, and its id."""
-    return HALF * (shape.taps + 1) * shape.target_hidden_size + LONG
+def text_bytes(shape: FeatureShape, value: int = HALF) -> int:
+    """Bytes of one token of a text: its hidden states, the target's last one too, and its id.
+
+    `value` is the size of a number of a hidden state.
+    """
+    return value * (shape.taps + 1) * shape.target_hidden_size + LONG
 
 
 def head_size(shape: FeatureShape, vocabulary: int) -> ModuleSize:
