@@ -125,6 +125,11 @@ def to_host_together(tensors: Sequence[Tensor]) -> list[HostArray]:
     return [one.numpy() for one in copies]
 
 
+def lists_together(tensors: Sequence[Tensor]) -> list[Any]:
+    """Nested lists of the numbers of tensors of one device, after one wait. NumPy's types alone: no bfloat16."""
+    return [array.tolist() for array in to_host_together(tensors)]
+
+
 def wait_for_device(device: torch.device) -> None:
     """Wait for what was launched on the current stream of a GPU so far."""
     if device.type == "cuda":

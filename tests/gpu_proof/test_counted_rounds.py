@@ -47,7 +47,7 @@ def test_a_round_launches_as_much_for_any_number_of_rows() -> None:
     assert {of.drafts.copies for of in rounds_} == {1 + len(one.drafts.passes)}, (
         "taps, and where the windows of each pass are"
     )
-    assert {of.drafts.waits for of in rounds_} == {2 * DRAFT.max_depth}, "tokens and confidences"
+    assert {of.drafts.waits for of in rounds_} == {DRAFT.max_depth}, "tokens and confidences together"
     assert {of.target.waits for of in rounds_} == {1}, "decisions and hidden states together"
     assert many.target.shown_bytes == 64 * TOKENS * 3 * 4096 * 2
     assert predict_round(one).seconds < predict_round(eight).seconds < predict_round(many).seconds

@@ -74,8 +74,8 @@ def registered_device() -> torch.device:
 def fake_device() -> Iterator[torch.device]:
     """Inside, all tensors are fake; those on the yielded device are on a GPU that nobody has.
 
-    Lists of their numbers count from 0. To make one, the host copies the whole tensor and waits, as on a GPU. Tensors
-    that are copied together are waited for once.
+    Lists and arrays of their numbers count from 0, those of a row of floats fall. To make a list, the host copies the
+    whole tensor and waits, as on a GPU. Tensors that are copied together are waited for once.
     """
     device = registered_device()
     with (
@@ -88,9 +88,15 @@ def fake_device() -> Iterator[torch.device]:
 
 
 def _counted(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """An array of a host tensor's shape and type that counts from 0. Raises `TypeError` for types that NumPy lacks."""
+    """The numbers of a host tensor in its type. Raises `TypeError` for types that NumPy lacks."""
     kind = np.dtype(str(tensor.dtype).removeprefix("torch."))
-    return np.arange(tensor.numel()).astype(kind).reshape(tuple(tensor.shape))
+    return _numbers(tensor).astype(kind)
+
+
+def _numbers(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Numbers of a tensor's shape that count from 0. Those of a row of floats fall from 0.9 on to a tenth each."""
+    numbers = np.arange(tensor.numel()).reshape(tuple(tensor.shape))
+    return 0.9 * 0.1 ** (numbers % (tensor.shape or (1,))[-1]) if tensor.is_floating_point() else numbers
 
 
 def _waited(device: torch.device) -> None:
@@ -102,10 +108,9 @@ def _waited(device: torch.device) -> None:
 
 
 def _listed(tensor: torch.Tensor) -> Any:
-    """A list of numbers of a tensor's shape. Those of a row of floats fall from 0.9 on to a tenth each."""
+    """The numbers of a tensor, which is copied to the host."""
     tensor.cpu()
-    numbers = np.arange(tensor.numel()).reshape(tuple(tensor.shape))
-    return (0.9 * 0.1 ** (numbers % tensor.shape[-1]) if tensor.is_floating_point() else numbers).tolist()
+    return _numbers(tensor).tolist()
 
 
 class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

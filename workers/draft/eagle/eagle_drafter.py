@@ -36,6 +36,7 @@ from workers.draft.eagle.parallel_drafter import ParallelTreeDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.public import PublicModule
 from workers.model.fused_taps import fused_width
+from workers.transfer import lists_together
 
 LEAST_SCRATCH = 64
 """Least number of committed tokens of one sequence that go through the head in one pass."""
@@ -141,7 +142,7 @@ class EagleTreeDrafter(LearningDrafter):
         """Add the candidates below all nodes of the frontiers, whose logits are [nodes, draft vocabulary]."""
         contexts = [context for growth in growths for context in growth.contexts()]
         leading = self._shortlist.leading(logits, contexts, self._limits.siblings)
-        tokens, confidences = self._shortlist.tokens(leading.columns).tolist(), leading.confidences.tolist()
+        tokens, confidences = lists_together([self._shortlist.tokens(leading.columns), leading.confidences])
         first = 0
         for growth in growths:
             part = slice(first, first + len(growth.frontier))

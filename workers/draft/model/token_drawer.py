@@ -17,7 +17,7 @@ from workers.sampling.context import DecisionContext
 from workers.sampling.noise import gumbel
 from workers.sampling.uniform import random_bits
 from workers.sampling.warp import warp
-from workers.transfer import row_indices
+from workers.transfer import lists_together, row_indices
 
 MOST_TOKENS = 64
 """Most tokens of a stated distribution: the most probable ones, from which the draft is then drawn."""
@@ -85,8 +85,8 @@ class TokenDrawer:
         # By Gumbel-top-k, the best sums are draws without replacement, in order.
         orders = (values + noise).sort(dim=1, descending=True, stable=True).indices[:, :count]
         probabilities = values.softmax(dim=1)
-        numbers = zip(values.tolist(), tokens.tolist(), probabilities.tolist(), orders.tolist(), contexts, strict=True)
-        return [_row_siblings(*row) for row in numbers]
+        numbers = lists_together([values, tokens, probabilities, orders])
+        return [_row_siblings(*row) for row in zip(*numbers, contexts, strict=True)]
 
 
 def _row_siblings(

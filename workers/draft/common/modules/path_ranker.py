@@ -17,7 +17,7 @@ from workers.draft.common.modules.shortlist import Shortlist
 from workers.model.drafting.ends import TargetEnds
 from workers.model.drafting.selector import CANDIDATES, Selector
 from workers.sampling.context import DecisionContext
-from workers.transfer import tensor_on
+from workers.transfer import lists_together, tensor_on
 
 
 class PathRanker:
@@ -50,16 +50,16 @@ class PathRanker:
         scores, columns, totals = (
             part.view(rows, depths, -1) for part in (leading.scores, leading.columns, leading.totals)
         )
-        tokens = self._shortlist.tokens(columns)
         siblings = min(siblings, scores.shape[2])
         first = (scores - totals).exp().nan_to_num_(0.0)  # of rows without any candidate, it is NaN
-        order, confidences = [], []
+        read = [self._shortlist.tokens(columns), first[..., :siblings]]
         if self._selector is not None and depths > 1:
             divisors = [1.0 if one.is_greedy else one.sampling.temperature for one in contexts]
             later = self._selector.rank(hidden, scores, columns, tensor_on(hidden.device, divisors, torch.float32))
             found = (later - totals[:, 1:, None]).exp().nan_to_num_(0.0).topk(siblings)
-            order, confidences = found.indices.tolist(), found.values.tolist()
-        plain = first[..., :siblings].tolist()
+            read += [found.indices, found.values]
+        tokens, plain, *reranked = lists_together(read)
+        order, confidences = reranked or ([], [])
         listed = list(range(siblings))
         return [
             RankedPaths(
@@ -67,7 +67,7 @@ class PathRanker:
                 [[listed], *(order[row] if order else ([listed] for _ in range(depths - 1)))],
                 [plain[row][:1], *(confidences[row] if order else ([one] for one in plain[row][1:]))],
             )
-            for row, of_row in enumerate(tokens.tolist())
+            for row, of_row in enumerate(tokens)
         ]
 
 
@@ -80,8 +80,9 @@ def rank_by_logits(
     """
     leading = shortlist.leading(logits, contexts, siblings)
     listed = [list(range(leading.columns.shape[1]))]
-    tokens = shortlist.tokens(leading.columns).view(len(logits) // depths, depths, -1).tolist()
-    confidences = leading.confidences.view(len(logits) // depths, depths, -1).tolist()
+    shape = (len(logits) // depths, depths, -1)
+    read = [shortlist.tokens(leading.columns).view(shape), leading.confidences.view(shape)]
+    tokens, confidences = lists_together(read)
     return [
         RankedPaths(of_row, [listed] * depths, [[one] for one in shares])
         for of_row, shares in zip(tokens, confidences, strict=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from workers.draft.common.modules.ranked_paths import MOST_PARENTS, RankedPaths
 from workers.draft.common.modules.shortlist import Shortlist
 from workers.sampling.context import DecisionContext
+from workers.transfer import lists_together
 
 
 class Slots(Protocol):
@@ -65,8 +66,9 @@ def listed_paths(levels: Sequence[tuple[Tensor, Tensor]], kept: Sequence[Tensor]
 
     `kept` [rows, parents] are the candidates of a depth, by index, that are the parents of the next one.
     """
-    tokens, confidences = ([level[part].tolist() for level in levels] for part in (0, 1))
-    parents = [one.tolist() for one in kept]
+    depths = len(levels)
+    read = lists_together([*(level[part] for part in (0, 1) for level in levels), *kept])
+    tokens, confidences, parents = read[:depths], read[depths : 2 * depths], read[2 * depths :]
     found = []
     for row in range(len(tokens[0])):
         order: list[list[list[int]]] = []
