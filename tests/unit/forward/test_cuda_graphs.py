@@ -345,9 +345,9 @@ def test_texts_of_a_hybrid_equal_those_of_a_target_without_graphs(tmp_path: Path
 # --- on a GPU ---------------------------------------------------------------------------------
 
 
-def open_on_gpu(directory: Path, compiled: str, block_size: int = BLOCK) -> Bench:
+def open_on_gpu(directory: Path, compiled: str, block_size: int = BLOCK, dtype: str = "float32") -> Bench:
     """An engine on the GPU. With `off` it uses no graphs."""
-    model = load_model(ModelSection(path=str(directory), device="cuda", compile=compiled))
+    model = load_model(ModelSection(path=str(directory), device="cuda", compile=compiled, dtype=dtype))
     pool = KvPool(model.kv_spec, KvSection(block_size=block_size), blocks=100)
     bench = Bench(pool, ModelRunner(model, pool))
     bench.runner.warm_up()
@@ -423,3 +423,53 @@ def test_a_pass_on_a_gpu_does_not_synchronize(directory: Path, compiled: str) ->
         bench.runner.forward([row])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+ON_GPU = [pytest.mark.cuda, pytest.mark.skipif(WITHOUT_CUDA, reason="needs an NVIDIA GPU")]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "bound"),
+    [
+        ("cpu", "float32", TOLERANCE),
+        pytest.param("cuda", "float32", 20 * TOLERANCE, marks=ON_GPU),
+        pytest.param("cuda", "bfloat16", 2**-5, marks=ON_GPU),
+    ],
+)
+def test_a_row_has_close_logits_and_the_same_tokens_in_graphs_of_several_sizes(
+    tmp_path: Path, record_property: Callable[[str, object], None], device: str, dtype: str, bound: float
+) -> None:
+    """`bound` is a share of the largest logit. Products choose their code by the number of tokens, so bits may differ.
+
+    Tokens may differ only where the two best logits are closer than both errors.
+    """
+    directory = tiny.save(tmp_path, tiny.llama(head_dim=64))
+    few = [one for one in packed_graph_sizes(32) if (one.rows, one.tokens) in {(1, 4), (2, 8), (16, 64), (64, 256)}]
+    bench = (
+        open_bench(directory, FakeRecorder(), attention=packing, sizes=few)
+        if device == "cpu"
+        else open_on_gpu(directory, "on", 16, dtype)
+    )
+    graphs, tables = bench.runner.graphs, [bench.pool.new_table() for _ in range(48)]
+    assert graphs is not None
+    bench.run(ForwardRow(tables[0], some_tokens(19)))
+    rows = [ForwardRow(tables[0], (7,), TokenTree.chain((5, 6, 9)), (0, 1, 2, 3))]
+    rows += [ForwardRow(table, some_tokens(2, seed), select=(1,)) for seed, table in enumerate(tables[1:])]
+    for row in rows:
+        bench.pool.reserve(row.table, row.end)
+    sizes, found = list[object](), list[torch.Tensor]()
+    for count in (1, 2, 12, 48):
+        step = rows[:count]
+        sizes.append(graphs.size([row.shape for row in step], sum(len(row.select) for row in step)))
+        found.append(bench.runner.forward(step)[:4].float().cpu())
+    assert None not in sizes
+    assert len(set(sizes)) == len(sizes)
+    alone = found[0]
+    most, best = bound * float(alone.abs().max()), alone.topk(2).values
+    is_clear = best[:, 0] - best[:, 1] > 2 * most
+    assert is_clear.any()
+    for size, beside in zip(sizes, found, strict=True):
+        difference = float((beside - alone).abs().max())
+        record_property(str(size), difference)
+        assert difference <= most
+        assert torch.equal(beside.argmax(dim=1)[is_clear], alone.argmax(dim=1)[is_clear])
