@@ -199,17 +199,19 @@ def _forbid_synchronization() -> Iterator[None]:
 
 
 @contextmanager
-def within_reserved(reserved: int, held: Callable[[], int]) -> Iterator[None]:
+def within_reserved(
+    reserved: int, held: Callable[[], int], *, what: str = "CUDA graphs", lacks: str = "activations"
+) -> Iterator[None]:
     """Compare how much memory of a device is taken inside with the bytes that were reserved for it, and warn of more.
 
-    `held` returns the bytes that are taken so far.
+    `held` returns the bytes that are taken so far. `what` takes them, and `lacks` names what has less if they are more.
     """
     before = held()
     yield
     taken = held() - before
-    numbers = f"CUDA graphs took {taken} bytes of the GPU, and {reserved} bytes were reserved for them"
+    numbers = f"{what} took {taken} bytes of the GPU, and {reserved} bytes were reserved for them"
     if taken > reserved:
-        logger.warning("%s: what is missing is taken from activations; lower target.kv.memory_fraction", numbers)
+        logger.warning("%s: what is missing is taken from %s; lower target.kv.memory_fraction", numbers, lacks)
     else:
         logger.info("%s", numbers)
 
@@ -217,3 +219,11 @@ def within_reserved(reserved: int, held: Callable[[], int]) -> Iterator[None]:
 def allocated_bytes(device: torch.device) -> int:
     """Bytes of a GPU that PyTorch's allocator holds, used or not; 0 on a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def peak_from_now(device: torch.device) -> Callable[[], int] | None:
+    """Returns what reads the most bytes that a GPU's tensors took at once since this call; `None` on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return lambda: torch.cuda.max_memory_allocated(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,7 +16,7 @@ from cluster.core.tree import EMPTY_TREE, TokenTree
 from workers.forward.attention import StepPlan, bind
 from workers.forward.backends.base import AttentionSetting, StepKind
 from workers.forward.backends.choice import ChosenBackend, choose_backend, require_backend
-from workers.forward.captured_passes import GraphCapture, allocated_bytes, within_reserved
+from workers.forward.captured_passes import GraphCapture, allocated_bytes, peak_from_now, within_reserved
 from workers.forward.cuda_graphs import CudaGraphRunner, make_graph_runner
 from workers.forward.layout import RowShape, SourceShape, StepRows, slots_of
 from workers.forward.loaded_model import WHOLE_PASS, EncodedSources, LoadedModel, PassOptions, PassOutput
@@ -107,29 +107,51 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run steps of several widths, so that no request waits for compilation. Frees all blocks that it uses.
 
-        Prompt chunks that have kernels of their own run by themselves and before a tree.
+        Prompt chunks that have kernels of their own run by themselves and before a tree. On a GPU, a step as large as
+        any shows whether its activations fit into the memory that was left for them.
         """
         self._pool.warm_up()
         prompts = () if self._attention is None else self._attention.capabilities.prompts
         steps = [(width, EMPTY_TREE) for width in (*WARM_UP_WIDTHS, *prompts)]
         steps += [(width - 1, TokenTree.chain((0,))) for width in prompts]
         for fresh, tree in steps:
-            begun, width = time.perf_counter(), fresh + len(tree)
-            if width > max(self._model.max_context_len, *WARM_UP_WIDTHS):
-                continue
-            table = self._pool.new_table()
-            try:
-                self._pool.reserve(table, width, len(tree))
-                self.forward([ForwardRow(table, (0,) * fresh, tree, select=(width - 1,))])
-            except KvPoolExhausted:
-                continue  # the pool is too small for a step of this width
-            finally:
-                self._pool.release(table)
-            logger.info("warm-up of a step of %d tokens took %.1f s", width, time.perf_counter() - begun)
+            if fresh + len(tree) <= max(self._model.max_context_len, *WARM_UP_WIDTHS):
+                with suppress(KvPoolExhausted):  # the pool may be too small for a step of this width
+                    self._run_alone([(fresh, tree)])
+        with suppress(KvPoolExhausted):
+            self._compare_largest_step()
         if self.graphs is not None:
             device = self._model.device
             with within_reserved(self._model.graph_bytes, lambda: allocated_bytes(device)):
                 self.graphs.warm_up(self._partials)
+
+    def _compare_largest_step(self) -> None:
+        """Compare what the activations of the largest step take of a GPU with what the pool left for them."""
+        tokens, longest = self._pool.largest_step, self._model.max_context_len
+        peak = peak_from_now(self._model.device) if tokens else None
+        if peak is None:
+            return
+        reserved, what = tokens * self._model.layer_bytes, f"the activations of a step of {tokens} tokens"
+        with within_reserved(reserved, peak, what=what, lacks="CUDA graphs"):
+            self._run_alone([(min(longest, tokens - begin), EMPTY_TREE) for begin in range(0, tokens, longest)])
+
+    def _run_alone(self, rows: Sequence[tuple[int, TokenTree]]) -> None:
+        """Run a step of new rows, of so many tokens and a tree each, and free their blocks.
+
+        Raises `KvPoolExhausted` if the pool has no room for them.
+        """
+        begun, forwards = time.perf_counter(), list[ForwardRow]()
+        try:
+            for fresh, tree in rows:
+                select = (fresh + len(tree) - 1,)
+                forwards.append(ForwardRow(self._pool.new_table(), (0,) * fresh, tree, select))
+                self._pool.reserve(forwards[-1].table, forwards[-1].end, len(tree))
+            self.forward(forwards)
+        finally:
+            for row in forwards:
+                self._pool.release(row.table)
+        width = sum(fresh + len(tree) for fresh, tree in rows)
+        logger.info("warm-up of a step of %d tokens took %.1f s", width, time.perf_counter() - begun)
 
     def expect(self, partial: PartialPass) -> None:
         """Let `warm_up` prepare passes of this part of the model too."""

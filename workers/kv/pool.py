@@ -21,7 +21,14 @@ from workers.kv.copies import CopyKernels, Path, StackCopies, follow
 from workers.kv.eight_bits import record_bytes
 from workers.kv.groups import KvCacheGroups, group_layers
 from workers.kv.huge_pages import huge_pages
-from workers.kv.pool_size import block_bytes, blocks_that_fit, kept_prefix_states, kept_sequences, stored_type
+from workers.kv.pool_size import (
+    block_bytes,
+    blocks_that_fit,
+    kept_prefix_states,
+    kept_sequences,
+    largest_step,
+    stored_type,
+)
 from workers.kv.spec import KvCacheSpec
 from workers.kv.states import STATES_PER_SEQUENCE, SequenceStates, StateStore
 from workers.kv.store import KvStore
@@ -115,6 +122,8 @@ class KvPool:
         self._allocator = BlockAllocator(
             blocks_total, self.kv_groups.layout, caching is not None, self._save, has_state
         )
+        self.largest_step = largest_step(section)
+        """Tokens of the step for whose activations a GPU has memory beside this pool; 0 if its section names none."""
         self._device = spec.device
         self._ranks = spec.tensor_parallel
         self._moves: list[Path] | None = None

@@ -69,8 +69,12 @@ def _unreserved_bytes(spec: KvCacheSpec, section: PoolSection) -> int:
 
     Graphs of drafting passes are captured already, so they are not free.
     """
-    tokens = (section.step_tokens if isinstance(section, KvSection) else None) or 0
-    return max(0, free_bytes(spec.device) - spec.reserved_bytes - tokens * spec.step_token_bytes)
+    return max(0, free_bytes(spec.device) - spec.reserved_bytes - largest_step(section) * spec.step_token_bytes)
+
+
+def largest_step(section: PoolSection) -> int:
+    """Tokens of the step for whose activations a GPU has memory beside the pool; 0 if the section names none."""
+    return (section.step_tokens if isinstance(section, KvSection) else None) or 0
 
 
 def stored_type(section: PoolSection) -> torch.dtype | None:

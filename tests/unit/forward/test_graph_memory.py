@@ -1,9 +1,11 @@
-"""The memory that CUDA graphs take is compared with what was reserved for them."""
+"""The memory that CUDA graphs and activations take is compared with what was reserved for them."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
 from tests.support.models import tiny
 from workers.forward import runner as runners
-from workers.forward.captured_passes import allocated_bytes
-from workers.forward.runner import ModelRunner
+from workers.forward.captured_passes import allocated_bytes, peak_from_now
+from workers.forward.runner import ForwardRow, ModelRunner
 from workers.kv.pool import KvPool
 from workers.model.loading import load_model
 
@@ -53,5 +55,62 @@ def test_graphs_that_take_more_than_was_reserved_are_warned_of_with_both_numbers
     assert f"{model.graph_bytes} bytes were reserved" in said.getMessage()
 
 
-def test_a_cpu_has_no_memory_of_graphs() -> None:
+class Steps:
+    """Stands for a GPU's memory: a step takes so many bytes of each token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, token_bytes: int) -> None:
+        self.widths: list[int] = []
+        self._peak, self._token_bytes = 0, token_bytes
+        forward = ModelRunner.forward
+
+        def noted(runner: ModelRunner, rows: Sequence[ForwardRow], *options: Any) -> torch.Tensor:
+            self.widths.append(sum(row.shape.width for row in rows))
+            self._peak = max(self._peak, BEFORE + token_bytes * self.widths[-1])
+            return forward(runner, rows, *options)
+
+        monkeypatch.setattr(ModelRunner, "forward", noted)
+        monkeypatch.setattr(runners, "peak_from_now", self.peak_from_now)
+
+    def peak_from_now(self, _: object) -> Callable[[], int]:
+        self._peak = BEFORE
+        return lambda: self._peak
+
+
+@pytest.mark.parametrize("excess", [-1, 0, 1])
+def test_activations_that_take_more_than_was_reserved_are_warned_of_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, excess: int
+) -> None:
+    """The largest step has more tokens than a sequence may have."""
+    model = load_model(
+        ModelSection(path=str(tiny.save(tmp_path, tiny.llama())), device="cpu", compile="off", native="off")
+    )
+    steps, largest = Steps(monkeypatch, model.layer_bytes + excess), model.max_context_len + 44
+    pool = KvPool(model.kv_spec, KvSection(block_size=4, step_tokens=largest), 100)
+    with caplog.at_level(logging.INFO, "workers.forward.captured_passes"):
+        ModelRunner(model, pool).warm_up()
+    (said,) = [one for one in caplog.records if "reserved" in one.getMessage()]
+    assert (said.levelno == logging.WARNING) is (excess > 0)
+    assert f"a step of {largest} tokens took {largest * (model.layer_bytes + excess)} bytes" in said.getMessage()
+    assert f"{largest * model.layer_bytes} bytes were reserved" in said.getMessage()
+    assert steps.widths[-1] == largest
+    assert pool.blocks_free == pool.blocks_total
+
+
+def test_a_pool_without_room_for_the_largest_step_says_nothing_of_its_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(
+        ModelSection(path=str(tiny.save(tmp_path, tiny.llama())), device="cpu", compile="off", native="off")
+    )
+    steps, pool = Steps(monkeypatch, 1), KvPool(model.kv_spec, KvSection(block_size=4, step_tokens=100), 20)
+    with caplog.at_level(logging.INFO, "workers.forward.captured_passes"):
+        ModelRunner(model, pool).warm_up()
+    assert steps.widths
+    assert max(steps.widths) < 100
+    assert not caplog.records
+    assert pool.blocks_free == pool.blocks_total
+
+
+def test_a_cpu_has_no_memory_of_graphs_and_no_peak() -> None:
     assert allocated_bytes(torch.device("cpu")) == 0
+    assert peak_from_now(torch.device("cpu")) is None
