@@ -74,6 +74,7 @@ def test_the_command_predicts_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(simulate, ["step", "--model", MODEL.name, "--draft", "eagle"])
     assert "Qwen3-8B after 2048 tokens with an EAGLE head" in " ".join(result.output.split())
     assert "1 × 8" in result.output
+    assert "leave out what the host does before and after these kernels" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("options", [("--ranks", "2"), ("--model", "gpt-oss-20b")])

@@ -288,7 +288,9 @@ def test_the_command_predicts_as_the_setting_says_and_tells_which(monkeypatch: p
         for choice in ((), ("--symmetric-memory", "off"), ("--symmetric-memory", "on"))
     }
     by_default, off, on = printed.values()
+    said = "what the host does before and after these kernels, and its waits for the GPU, 1 a step."
     assert by_default == off != on
+    assert all(said in " ".join(one.split()) for one in printed.values())
     assert "one rank of 8, sums by NCCL," in " ".join(off.split())
     assert "one rank of 8, small sums through symmetric memory," in " ".join(on.split())
 
@@ -307,6 +309,7 @@ def test_the_command_predicts_a_prompt_by_the_most_of_its_tokens_in_a_step(monke
     monkeypatch.setattr(prediction, "PROMPT_BOUNDS", (1024, 2048))
     printed = CliRunner().invoke(simulate, ["step", "--prompts"]).output
     assert "a prompt of 16384 tokens beside 32 sequences of 2048" in " ".join(printed.split())
+    assert "leave out what the host does before and after these kernels" in " ".join(printed.split())
     rows = [line.split() for line in printed.splitlines() if line.split()[:1] in (["1024"], ["2048"])]
     first, second = ([float(cell) for cell in row] for row in rows)
     assert len(first) == len(second) == 5

@@ -2,7 +2,7 @@
 
 Kernels achieve what they achieve on an H200 (`deploy.simulation.device.speeds`). Those that the device run had none of,
 attention over latents and recurrences among them, are taken as others of their kind. What the host does before and
-after the kernels of a step is left out.
+after the kernels of a step is left out, and so are its waits for the GPU, which are counted.
 """
 
 from __future__ import annotations
@@ -129,6 +129,17 @@ def _pass_seconds(step: StepCount, all_reduces: Sequence[float], device: Device)
     return now
 
 
+LEFT_OUT = "Times leave out what the host does before and after these kernels, and its waits for the GPU"
+"""What the tables say below their numbers."""
+
+
+def new_table(title: str | None = None, caption: str | None = f"{LEFT_OUT}.") -> Table:
+    """A table of predictions without columns."""
+    table = Table(title=title, caption=caption, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.title_justify = table.caption_justify = "left"
+    return table
+
+
 MIXED = (Rows(32, 2048), Rows(1, 1024, fresh=1024))
 """Sequences that decode, and a chunk of a prompt."""
 STEPS: dict[str, tuple[Rows, ...]] = {
@@ -149,12 +160,13 @@ def prediction_table(model: RankModel, device: Device = H100, *, symmetric_memor
     """One row per step of one rank of the model; see `predict`."""
     summed = "small sums through symmetric memory" if symmetric_memory else "sums by NCCL"
     part = f", one rank of {model.ranks}, {summed}," if model.ranks > 1 else ""
-    table = Table(title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table, waits = new_table(), set[int]()
     table.add_column("step")
     for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, rows in STEPS.items():
         step = count_step(model, rows)
+        waits.add(step.waits)
         found = predict(step, device, symmetric_memory=symmetric_memory)
         kind = "bfloat16, experts in MXFP4" if model.has_mxfp4 else "bfloat16"
         kind += "" if model.kv_dtype == "auto" else f", keys and values in {model.kv_dtype}"
@@ -176,6 +188,7 @@ def prediction_table(model: RankModel, device: Device = H100, *, symmetric_memor
     times = (f"{1e3 * added.seconds:.2f}", f"{1e3 * added.computed_seconds:.2f}")
     ratio = f"{added.seconds / added.computed_seconds:.2f}"
     table.add_row("what that chunk adds; what its operations take", *[""] * 5, *times, ratio, "")
+    table.caption = f"{LEFT_OUT}, {' or '.join(map(str, sorted(waits)))} a step."
     return table
 
 
@@ -253,7 +266,7 @@ def prompts_table(model: RankModel, device: Device = H100, *, symmetric_memory: 
     alone = predict(count_step(model, (_DECODING,)), device, symmetric_memory=symmetric_memory).seconds
     title = f"{model.name}: a prompt of {_PROMPT_TOKENS} tokens beside {_DECODING.count} sequences of "
     title += f"{_DECODING.stored}, whose steps take {1e3 * alone:.1f} ms without it, on {device.name}: predicted"
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = new_table(title)
     table.add_column("scheduler.max_prompt_tokens", justify="right")
     for heading in ("first step\nms", "mean step\nms", "last step\nms", "prompt\nms"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.box import SIMPLE
 from rich.table import Table
 
 from cluster.core.config.draft_section import DraftSection
 from deploy.simulation.device.drafting import DraftCount, RoundCount, count_eagle_round
 from deploy.simulation.device.models import RankModel
-from deploy.simulation.device.prediction import kernel_seconds, launched_seconds, predict
+from deploy.simulation.device.prediction import kernel_seconds, launched_seconds, new_table, predict
 from deploy.simulation.device.speeds import H100, Device
 
 ROUND_ROWS = (1, 8, 64)
@@ -52,7 +51,7 @@ def rounds_table(model: RankModel, device: Device = H100) -> Table:
     Passes are the head's: one over the accepted tokens, then one for each depth of the trees but the last.
     """
     draft = DraftSection()
-    table = Table(title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table = new_table()
     table.add_column("rows ×\ntokens", no_wrap=True)
     headings = (
         *("kernels\ntarget", "passes", "of a\npass", "beside", "copies", "waits"),
