@@ -348,13 +348,7 @@ def test_any_rows_equal_the_reference_and_their_own_bits_alone(
     queries, sinks = queries_of(rows, shape, torch.float32), torch.linspace(-4, 6, shape.heads, device=DEVICE)
 
     def attention(backend: Any, of: Sequence[RowShape], own: torch.Tensor) -> torch.Tensor:
-        plan = backend.plan(of)
-        found: torch.Tensor = (
-            backend.attend_with_sinks(layer, own, plan, 0.1, sinks)
-            if has_sinks
-            else backend.attend(layer, own, plan, 0.1)
-        )
-        return found
+        return attended_by(backend, layer, own, backend.plan(of), sinks if has_sinks else None)
 
     expected, backend, first = attention(SdpaBackend(setting), rows, queries), TritonBackend(setting), 0
     poison(setting, rows)
@@ -364,3 +358,46 @@ def test_any_rows_equal_the_reference_and_their_own_bits_alone(
         own = slice(first, first + row.width)
         assert torch.equal(attention(backend, [row], queries[own]), together[own])
         first += row.width
+
+
+def attended_by(backend: Any, layer: int, queries: torch.Tensor, plan: Any, sinks: torch.Tensor | None) -> torch.Tensor:
+    """What a backend attends to, with or without learned sinks."""
+    found: torch.Tensor = (
+        backend.attend(layer, queries, plan, 0.1)
+        if sinks is None
+        else backend.attend_with_sinks(layer, queries, plan, 0.1, sinks)
+    )
+    return found
+
+
+GROUPS, SIZES = (1, 8, 16), (16, 64, 128)
+STORED = (None, torch.float8_e4m3fn, torch.int8)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0], ids=["plain", "soft cap"])
+@pytest.mark.parametrize("stored", STORED, ids=["bfloat16", "fp8", "int8"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_combination_equals_the_reference(
+    group: int, size: int, stored: torch.dtype | None, soft_cap: float | None
+) -> None:
+    """Under each window: without one, over the last tokens alone, and over these and the first ones.
+
+    Learned sinks are under every other window, with a soft cap and without one in turn. The tokens lie on both sides
+    of the end of a block of any size, and the draft has two branches.
+    """
+    dtype, close = (torch.bfloat16, 2e-2) if stored is None else (torch.float32, 2 * CLOSE)
+    shape = Shape(group, 1, 16, size)
+    setting = setting_of(shape, dtype, blocks=12, soft_cap=soft_cap, stored=stored)
+    held = [[BlockId(block) for block in (7, 2, 9, 4, 0, 11, 5, 1, 10)]]
+    rows = [RowShape(held, 126, 1, TokenTree((1, 2, 3), (-1, 0, 0)))]
+    queries = 9 * queries_of(rows, shape, dtype)
+    learned = torch.linspace(-4, 6, shape.heads, device=DEVICE)
+    reference, ours = SdpaBackend(setting), TritonBackend(setting)
+    plans = reference.plan(rows), ours.plan(rows)
+    case = GROUPS.index(group) + SIZES.index(size) + STORED.index(stored) + (soft_cap is not None)
+    for layer in range(len(WINDOWS)):
+        sinks = learned if (case + layer) % 2 else None
+        expected = attended_by(reference, layer, queries, plans[0], sinks)
+        found = attended_by(ours, layer, queries, plans[1], sinks)
+        torch.testing.assert_close(found, expected, atol=close, rtol=close)

@@ -68,6 +68,12 @@ def test_attention_with_sinks_caps_and_trees_does_not_spill(
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("is_wide", [False, True])
+def test_attention_over_blocks_of_64_tokens_does_not_spill(capability: int, is_wide: bool) -> None:
+    check_attention(4, 128, capability, is_wide=is_wide, size=64)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (4, 128), (2, 256)])
 def test_attention_of_float32_does_not_spill(capability: int, group: int, dim: int, is_wide: bool) -> None:
     """The default type. Its products are exact, so tensor cores, which round it to TF32, compute none."""
@@ -170,7 +176,8 @@ def assembled_attention(
     constants = {
         "HEADS": 4 * group, "GROUP": group, "GROUP_TILE": next_power_of_two(group),
         "TILE": max(tile, short), "SHORT": options.get("short", max(tile, short)),
-        "WORDS": options.get("words", int(not is_wide)), "DIM": dim, "WIDTH": width, "SIZE": 16,
+        "WORDS": options.get("words", int(not is_wide)), "DIM": dim, "WIDTH": width,
+        "SIZE": options.get("size", 16),
         "KEY_TILE": launch.keys, "SPLIT": SPLIT_KEYS, "IS_SPLIT": not is_wide, "HAS_CAP": extra, "HAS_SINKS": extra,
         "EXACT": kind == "fp32", "KIND": stored, "IS_LATENT": bool(more), "MORE": more, "MORE_WIDTH": max(16, more),
     }  # fmt: skip
