@@ -73,9 +73,12 @@ class Received:
 
 
 @asynccontextmanager
-async def processes(configuration: Configuration, logs: Path) -> AsyncIterator[tuple[ChaosCluster, GenerationClient]]:
-    """A target of several ranks and its coordinator, each in a process, and a client."""
-    cluster = ChaosCluster(with_implied_settings(configuration), (RANKS,), 0, 0, logs, seed=0)
+async def processes(
+    configuration: Configuration, logs: Path, drafters: int = 0
+) -> AsyncIterator[tuple[ChaosCluster, GenerationClient]]:
+    """The ranks of a target, its coordinator and drafters, each in a process, and a client."""
+    ranks = (configuration.target.tensor_parallel,)
+    cluster = ChaosCluster(with_implied_settings(configuration), ranks, drafters, 0, logs, seed=0)
     try:
         await cluster.start()
         client = GenerationClient(fixed_address(cluster.doors[0].address))
