@@ -108,7 +108,8 @@ class ModelRunner:
         """Run steps of several widths, so that no request waits for compilation. Frees all blocks that it uses.
 
         Prompt chunks that have kernels of their own run by themselves and before a tree. On a GPU, a step as large as
-        any shows whether its activations fit into the memory that was left for them.
+        any shows whether its activations fit into the memory that was left for them; raises `ConfigurationError` if the
+        GPU has less.
         """
         self._pool.warm_up()
         prompts = () if self._attention is None else self._attention.capabilities.prompts
@@ -126,14 +127,24 @@ class ModelRunner:
                 self.graphs.warm_up(self._partials)
 
     def _compare_largest_step(self) -> None:
-        """Compare what the activations of the largest step take of a GPU with what the pool left for them."""
+        """Compare what the activations of the largest step take of a GPU with what the pool left for them.
+
+        Raises `ConfigurationError` if the GPU has no memory for them: serving would fail at the first such step.
+        """
         tokens, longest = self._pool.largest_step, self._model.max_context_len
         peak = peak_from_now(self._model.device) if tokens else None
         if peak is None:
             return
         reserved, what = tokens * self._model.layer_bytes, f"the activations of a step of {tokens} tokens"
-        with within_reserved(reserved, peak, what=what, lacks="CUDA graphs"):
-            self._run_alone([(min(longest, tokens - begin), EMPTY_TREE) for begin in range(0, tokens, longest)])
+        rows = [(min(longest, tokens - begin), EMPTY_TREE) for begin in range(0, tokens, longest)]
+        try:
+            with within_reserved(reserved, peak, what=what, lacks="CUDA graphs"):
+                self._run_alone(rows)
+        except torch.OutOfMemoryError as error:
+            raise ConfigurationError(
+                f"target.kv.memory_fraction: {what} take more memory than the pool leaves of the GPU, where {reserved} "
+                "bytes were reserved for them; lower it or scheduler.max_step_tokens"
+            ) from error
 
     def _run_alone(self, rows: Sequence[tuple[int, TokenTree]]) -> None:
         """Run a step of new rows, of so many tokens and a tree each, and free their blocks.

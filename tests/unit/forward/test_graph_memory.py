@@ -12,6 +12,7 @@ import torch
 
 from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection
+from cluster.core.errors import ConfigurationError
 from tests.support.models import tiny
 from workers.forward import runner as runners
 from workers.forward.captured_passes import allocated_bytes, peak_from_now
@@ -56,15 +57,17 @@ def test_graphs_that_take_more_than_was_reserved_are_warned_of_with_both_numbers
 
 
 class Steps:
-    """Stands for a GPU's memory: a step takes so many bytes of each token."""
+    """Stands for a GPU's memory: a step takes so many bytes of each token, of which there is room for `most`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, token_bytes: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, token_bytes: int, most: int = 1 << 20) -> None:
         self.widths: list[int] = []
-        self._peak, self._token_bytes = 0, token_bytes
+        self._peak = 0
         forward = ModelRunner.forward
 
         def noted(runner: ModelRunner, rows: Sequence[ForwardRow], *options: Any) -> torch.Tensor:
             self.widths.append(sum(row.shape.width for row in rows))
+            if self.widths[-1] > most:
+                raise torch.OutOfMemoryError
             self._peak = max(self._peak, BEFORE + token_bytes * self.widths[-1])
             return forward(runner, rows, *options)
 
@@ -93,6 +96,22 @@ def test_activations_that_take_more_than_was_reserved_are_warned_of_with_both_nu
     assert f"a step of {largest} tokens took {largest * (model.layer_bytes + excess)} bytes" in said.getMessage()
     assert f"{largest * model.layer_bytes} bytes were reserved" in said.getMessage()
     assert steps.widths[-1] == largest
+    assert pool.blocks_free == pool.blocks_total
+
+
+def test_a_gpu_without_memory_for_the_largest_step_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(
+        ModelSection(path=str(tiny.save(tmp_path, tiny.llama())), device="cpu", compile="off", native="off")
+    )
+    Steps(monkeypatch, model.layer_bytes, most=99)
+    pool = KvPool(model.kv_spec, KvSection(block_size=4, step_tokens=100), 100)
+    with pytest.raises(
+        ConfigurationError, match=r"memory_fraction: the activations of a step of 100 tokens"
+    ) as refused:
+        ModelRunner(model, pool).warm_up()
+    assert f"{100 * model.layer_bytes} bytes were reserved" in str(refused.value)
     assert pool.blocks_free == pool.blocks_total
 
 
