@@ -88,7 +88,7 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--taps", default="", help="Hidden states that the draft reads. Unset: by the number of layers.")
     add("--decay", type=float, default=0.8, help="Weight of a depth relative to the one before.")
     add("--report-seconds", type=float, default=20.0, help="Seconds between two measures; the best state is kept.")
-    add("--file-bytes", type=int, default=15_000_000, help="Most bytes of one file of weights.")
+    add("--file-bytes", type=int, help="Most bytes of one file of weights. Unset: all weights are in one file.")
     add("--states", type=Path, help="Directory of the target's hidden states. Unset: beside the answers.")
     add("--workers", type=int, default=1, help="Processes that train, each with a GPU or a core; they need --steps.")
     add("--recompute", action="store_true", help="Compute activations again for the backward pass, to save memory.")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from deploy.distillation import dspark, eagle3
 from tests.support.models import tiny
 from tests.support.models.computed_states import computed_target
 from tests.unit.distill.training_folder import LENGTH, PROMPT, ROWS
@@ -24,7 +26,7 @@ from workers.distill.target_model import load_target
 from workers.draft.common.modules.context_window import ContextWindow
 from workers.draft.eagle.feature_pass import FeaturePass
 from workers.draft.eagle.head_pass import committed_piece
-from workers.model.draft_card import DraftDescription, is_written_here
+from workers.model.draft_card import WEIGHTS, DraftDescription, is_written_here
 from workers.model.drafting.files import load_drafter
 from workers.model.drafting.public import PublicModule
 from workers.model.formats.registry import read_draft
@@ -170,6 +172,16 @@ def test_weights_are_spread_over_small_files(directory: Path, tmp_path: Path) ->
     module = load_drafter(draft, directory, torch.float32, CPU, "eagle").module
     assert isinstance(module, PublicModule)
     torch.testing.assert_close(module.tensors["fc.weight"], head.fc.weight.detach())
+
+
+@pytest.mark.parametrize("kind", [dspark, eagle3])
+def test_weights_are_in_one_file_unless_a_size_is_chosen(kind: ModuleType, tmp_path: Path) -> None:
+    """A packaged draft is one file, and so is what `pilotfish distill` writes, which has no option for the size."""
+    needed = ["--target", "none", "--prompts", "none", "--out", "none"]
+
+    assert kind.options(needed).file_bytes is None
+    assert kind.options([*needed, "--file-bytes", "20000"]).file_bytes == 20_000
+    assert {file.name for file in write(random_head(shape()), tmp_path / "one").iterdir()} == {"config.json", WEIGHTS}
 
 
 def test_texts_shorter_than_a_roll_out_are_measured(target: PreTrainedModel) -> None:
