@@ -33,6 +33,8 @@ _MOST_FIRST_TOKENS = 4096
 """Most first tokens with n-grams in one pool; the one without a new n-gram for the longest time is evicted."""
 _STRIDE = 7919
 """A prime. Where the pool has no n-gram, a new column is copied from index `position * _STRIDE` modulo length."""
+_MOST_TRIED = 256
+"""Most tokens from the end of the text that are tried in the place of one that the grammar excludes."""
 
 
 class LookaheadSettings(PluginSettings):
@@ -120,11 +122,12 @@ class LookaheadSession(LookupSession):
 
     def fitted(self, position: int, column: tuple[int, ...]) -> tuple[int, ...]:
         """A column from `position` on; the latest token of the text that the grammar permits takes the place of a first
-        one that it excludes. No token where the text has none."""
+        one that it excludes. No token where none of the latest 256 may be there."""
         known, depth = self.next_tokens, position - len(self.tokens)
         if known.permits(depth, column[0]):
             return column
-        return next(((one, *column[1:]) for one in reversed(self.tokens) if known.permits(depth, one)), ())
+        latest = reversed(self.tokens[-_MOST_TRIED:])
+        return next(((one, *column[1:]) for one in latest if known.permits(depth, one)), ())
 
 
 class LookaheadDrafter(EstimatingDrafter[LookaheadSession]):

@@ -150,6 +150,22 @@ def test_without_a_token_that_the_grammar_allows_in_the_text_nothing_is_drafted(
     assert not after_text(allowed=(9, 10)).tree.tokens
 
 
+def test_of_a_long_text_only_the_end_is_searched_for_a_token_that_the_grammar_allows() -> None:
+    """A grammar that allows none of its tokens costs the same in each round, whatever the length of the text."""
+    tried: list[int] = []
+
+    class Counted(NextTokens):
+        def permits(self, depth: int, token: int) -> bool:
+            tried.append(token)
+            return super().permits(depth, token)
+
+    tokens = tuple(range(5, 13)) * 4096
+    known = Counted((), bytes(20))
+    row = DraftRow(A, len(tokens), tokens, BUDGET, SequenceStart(len(tokens), GREEDY), next_tokens=known)
+    assert not drafter().propose([row])[0].tree.tokens
+    assert 8 <= len(tried) < 400
+
+
 def test_a_repeated_row_repeats_its_proposal_and_evidence_counts_once() -> None:
     method = drafter()
     decoding = Decoding(method, count_up)
