@@ -142,6 +142,11 @@ class _Section:
         values = config_values(directory).get(CARD)
         if values is None and earlier.is_file():  # an earlier version wrote the draft
             file, values = earlier, _read(earlier)
+        if values is None and file is not earlier:
+            raise ModelLoadError(
+                f"draft directory {str(directory)!r}: it has no {CONFIG} with the key {CARD}, which describes a draft "
+                "in Pilotfish's own format; it must be a directory that `pilotfish distill` wrote in this format"
+            )
         if not isinstance(values, dict):
             cls(file, {}).fail(CARD if file is not earlier else "it", values, "an object")
         return cls(file, values, "" if file is earlier else f"{CARD}.")

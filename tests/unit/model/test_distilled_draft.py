@@ -143,10 +143,18 @@ def test_a_mistake_in_the_draft_card_is_named(
         load(draft)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "{}", '{"pilotfish_draft": 5}', 100_000 * "["])
-def test_a_draft_card_that_is_not_an_object_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelLoadError, match=r"config\.json': pilotfish_draft must be an object, not (None|5)"):
+@pytest.mark.parametrize("text", [None, "", "[]", "{", "{}", 100_000 * "["])
+def test_a_directory_without_a_draft_card_is_refused_with_what_is_missing(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    lacks = "it has no config.json with the key pilotfish_draft, .* it must be a directory that `pilotfish distill`"
+    with pytest.raises(ModelLoadError, match=f"draft directory '{tmp_path}': {lacks}"):
+        read_card(tmp_path)
+
+
+def test_a_draft_card_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"pilotfish_draft": 5}')
+    with pytest.raises(ModelLoadError, match=r"config\.json': pilotfish_draft must be an object, not 5"):
         read_card(tmp_path)
 
 

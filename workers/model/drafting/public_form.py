@@ -46,8 +46,9 @@ def trained_card(card: DraftDescription, target_directory: Path) -> DraftCard:
     shape = card.shape
     if not isinstance(shape, MedusaShape) or shape.blocks != 1 or shape.has_bias or shape.rows:
         raise ModelLoadError(
-            f"draft of kind {card.kind!r}: only heads of one block without bias and with one common "
-            f"output head can be trained further"
+            f"draft of kind {card.kind!r} in a public format: only heads of one block without bias and with one common "
+            "output head can be trained further as a module of Pilotfish's own format; an EAGLE-3 head needs --kind "
+            "eagle3, and a DSpark drafter --kind dspark"
         )
     return DraftCard(
         card.target,

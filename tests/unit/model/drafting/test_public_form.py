@@ -121,10 +121,14 @@ def test_heads_in_medusas_format_are_trained_further(target: Path, tmp_path: Pat
 
 
 def test_other_public_drafts_are_not_trained_further(target: Path, tmp_path: Path) -> None:
-    public_drafts.write(tmp_path, {}, public_drafts.medusa())
+    public_drafts.write(tmp_path / "medusa", {}, public_drafts.medusa())
+    config = public_drafts.speculators_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    public_drafts.write(tmp_path / "eagle3", config, public_drafts.eagle3("layers.0."))
 
-    with pytest.raises(ModelLoadError, match="only heads of one block without bias and with one common output head"):
-        read_trained(tmp_path, target)
+    for name, kind in (("medusa", "heads"), ("eagle3", "eagle")):
+        lacks = f"draft of kind '{kind}' in a public format: only heads .* an EAGLE-3 head needs --kind eagle3"
+        with pytest.raises(ModelLoadError, match=lacks):
+            read_trained(tmp_path / name, target)
 
 
 @pytest.mark.parametrize(
