@@ -180,6 +180,8 @@ class Recipe:
         self._check_kind()
         if self.minutes is not None and self.steps is not None:
             raise ConfigurationError("--minutes and --steps: needed one of them")
+        if self.search and self.layers:
+            raise ConfigurationError("--search and --layers: needed one of them; a search finds the layers")
         if self.start is not None and (self.layers or self.student_config is not None):
             raise ConfigurationError("--start: a draft has its layers; needed without --layers and --student-config")
 

@@ -180,6 +180,7 @@ def test_a_disk_without_room_for_hidden_states_is_refused_before_the_target_is_l
         (("medusa", "--steps", "1"), "--kind: 'medusa' is refused; it must be one of layers, heads, block, eagle"),
         (("heads", "--steps", "1", "--optimizer", "sgd"), "--optimizer: 'sgd' is refused; it must be muon or adamw"),
         (("heads", "--steps", "1", "--search"), "--search: refused for kind heads; it is for exit"),
+        (("exit", "--steps", "1", "--search", "--layers", "0"), "--search and --layers: needed one of them"),
         (("heads", "--steps", "1", "--taps", "4"), "--taps: [4] is refused; it must be within 0 and 3"),
         (("heads", "--steps", "1", "--taps", "1,2"), "--taps: [1, 2] is refused; heads read one hidden state"),
         (("heads", "--steps", "1", "--depths", "0"), "--depths: 0 is refused; it must be above 0"),

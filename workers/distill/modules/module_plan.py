@@ -52,12 +52,13 @@ def with_defaults(options: DistillOptions, config: Any, target: Path) -> Distill
         )
     size = options.vocabulary_size or min(_VOCABULARY_SIZE, decoder_vocabulary_size(config))
     if options.kind == "exit":
-        layers: tuple[int, ...] = options.layers or tuple(range(count // 2))
+        if options.search:
+            return replace(options, taps=(), vocabulary_size=size)
+        layers = options.layers or _first_half(config)
         if not all(0 <= layer < count for layer in layers):
             raise ConfigurationError(f"--layers: {list(layers)} is refused; it must be within 0 and {count - 1}")
         is_first = layers == tuple(range(len(layers)))
-        reads = (len(layers),) if is_first and not options.search else ()
-        return replace(options, layers=layers, taps=reads, vocabulary_size=size)
+        return replace(options, layers=layers, taps=(len(layers),) if is_first else (), vocabulary_size=size)
     if options.kind == "table":
         return replace(options, taps=(), vocabulary_size=None)
     if options.start is not None and not options.taps:
@@ -68,6 +69,11 @@ def with_defaults(options: DistillOptions, config: Any, target: Path) -> Distill
     if options.kind == "heads" and len(taps) != 1:
         raise ConfigurationError(f"--taps: {list(taps)} is refused; heads read one hidden state")
     return replace(options, taps=taps, vocabulary_size=size)
+
+
+def _first_half(config: Any) -> tuple[int, ...]:
+    """The layers of an early exit unless others are chosen or searched."""
+    return tuple(range(decoder_layer_count(config) // 2))
 
 
 def wanted_shape(options: DistillOptions, config: Any, target: Path) -> Shape:
@@ -81,7 +87,7 @@ def wanted_shape(options: DistillOptions, config: Any, target: Path) -> Shape:
     if options.kind == "table":
         return TableShape(depths)
     if options.kind == "exit":
-        return ExitShape(options.layers, has_norm=bool(options.taps))
+        return ExitShape(options.layers or _first_half(config), has_norm=bool(options.taps))
     layer, layers = _layer_shape(options, config, started)
     if options.kind == "block":
         return BlockShape(layer, depths, layers, options.selector_rank)
