@@ -207,7 +207,7 @@ def read_values(config: str) -> dict[str, Any]:
     else:
         try:
             text = Path(expanduser(config)).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # a path with a null byte, or bytes that are no UTF-8
             known = ", ".join(presets())
             raise ConfigurationError(
                 f"--config {config}: needed a readable file or a preset ({known}); {error}"
@@ -232,7 +232,7 @@ def read_list(file: Path) -> list[Any]:
     """Read a YAML file that holds a list. Raises `ConfigurationError`."""
     try:
         found = _parse(str(file), Path(expanduser(file)).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a path with a null byte, or bytes that are no UTF-8
         raise ConfigurationError(f"{file}: needed a readable YAML file; {error}") from None
     if not isinstance(found, list):
         raise ConfigurationError(f"{file}: needed a list, found {type(found).__name__}")

@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib import resources
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -66,6 +66,7 @@ def read_recipe(name: str) -> Mapping[str, Any]:
     """
     source, text, directory = _read(name)
     values = parse_values(source, text)
+    _refuse_booleans(source, values)
     try:
         recipe = _adapter().validate_python(values)
     except ValidationError as error:
@@ -100,9 +101,19 @@ def _read(name: str) -> tuple[str, str, Path]:
     file = Path(expanduser(name))
     try:
         return name, file.read_text("utf-8"), file.parent
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a path with a null byte, or bytes that are no UTF-8
         known = ", ".join(recipes())
         raise ConfigurationError(f"--recipe {name}: needed a readable file or a recipe ({known}); {error}") from None
+
+
+def _refuse_booleans(source: str, values: Mapping[str, Any]) -> None:
+    """Raise `ConfigurationError` for a truth value in the place of a number, which pydantic would read as 1 or 0."""
+    for option, hint in get_type_hints(Recipe).items():
+        value = values.get(option)
+        found = value if isinstance(value, list) else [value]
+        wrong = next((one for one in found if isinstance(one, bool)), None)
+        if wrong is not None and {int, float} & {hint, *get_args(hint)}:
+            raise ConfigurationError(f"{source}: {option}: {str(wrong).lower()} is refused; it must be a number")
 
 
 def _problems(error: ValidationError) -> list[str]:

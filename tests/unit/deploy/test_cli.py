@@ -87,6 +87,7 @@ class TestSettings:
         ("config", "assignment", "words"),
         [
             ("absent.yaml", None, "absent.yaml: needed a readable file or a preset (cpu, gpu)"),
+            ("a\0b", None, "a\0b: needed a readable file or a preset (cpu, gpu); embedded null byte"),
             ("cpu", "target.dtype", "--set target.dtype: needed key=value"),
             ("cpu", "=3", "needed key=value"),
             ("cpu", "target.dtyp=float32", "target.dtyp: unknown key; the nearest valid one is target.dtype"),

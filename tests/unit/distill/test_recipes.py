@@ -164,6 +164,10 @@ class TestFiles:
             ("loss: hinge\n", "loss: 'hinge' is unknown; it must be one of forward_kl, reverse_kl, overlap"),
             ("kind: heads\npack: true\n", "pack: refused for kind heads; it is for eagle3"),
             ("minutes: 1\nsteps: 1\n", "minutes and steps: needed one of them"),
+            ("kind: exit\nsearch: true\nlayers: [0]\n", "search and layers: needed one of them; a search finds the"),
+            ("steps: true\n", "steps: true is refused; it must be a number"),
+            ("learning_rate: yes\n", "learning_rate: true is refused; it must be a number"),
+            ("layers: [0, false]\n", "layers: false is refused; it must be a number"),
             ("kind: heads\nkind: eagle\n", "refused; line 2: kind is there twice in one section"),
             ("- heads\n", "needed sections with keys, found list"),
         ],
@@ -177,6 +181,10 @@ class TestFiles:
     def test_an_unknown_recipe_is_refused_with_the_known_ones(self) -> None:
         with pytest.raises(ConfigurationError, match=r"--recipe absent: needed a readable file or a recipe \(dflash, "):
             read_recipe("absent")
+
+    def test_a_name_that_no_file_can_have_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"--recipe a\0b: needed a readable file or a recipe .*null byte"):
+            read_recipe("a\0b")
 
 
 @pytest.mark.parametrize("kind", KINDS)
