@@ -128,7 +128,7 @@ def load_model(
     if tensor_parallel > 1:
         if section.load_format == "dummy":
             raise ConfigurationError(
-                f"tensor_parallel: {tensor_parallel} is refused; with target.load_format: dummy it must be 1"
+                f"target.tensor_parallel: {tensor_parallel} is refused; with target.load_format: dummy it must be 1"
             )
         check_divisible(request.config, tensor_parallel)
         complete_plan(request.config, request.share)
@@ -430,7 +430,7 @@ def _read_stored(request: _Request) -> PreTrainedModel:
         )
         return module
 
-    return load_stored(make, source, request.dtype, request.share, device=request.device)
+    return load_stored(make, source, request.dtype, request.share, device=request.device, setting=request.setting)
 
 
 def _draw(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
