@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from cluster.core.config.sections import Configuration
 from cluster.core.errors import PilotfishError
 from deploy.distillation.rank_writer import RankWriter
-from deploy.distillation.single_process import SingleProcess, Texts, TextWriter
+from deploy.distillation.single_process import SingleProcess, Texts, TextWriter, own_quantization
 from deploy.settings import cache_directory, code_directory
 from workers.distill.data import ANSWERS
-from workers.model.stored.quantized_checkpoint import is_dequantized
 from workers.serve.configuration import load_configuration
 
 STATES = "states"
@@ -60,7 +59,7 @@ def execute(
 def _configuration(run: SingleProcess) -> Configuration:
     """The target of a run on one rank of the serving engine, in the type in which the training has its ends."""
     target = {"path": str(run.directory), "device": run.device.type, "dtype": str(run.dtype).removeprefix("torch.")}
-    target["quantization"] = "stored" if is_dequantized(run.directory) else "none"
+    target["quantization"] = own_quantization(run.directory)
     target["compile_directory"] = str(code_directory(cache_directory()))
     sequences = min(run.options.rows, _SEQUENCES[run.device.type == "cuda"])
     return load_configuration(

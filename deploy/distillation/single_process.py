@@ -95,7 +95,7 @@ def common_options(name: str, description: str | None) -> argparse.ArgumentParse
     add("--parts", type=int, default=0, help="Parts of each batch. Unset: one for each process.")
     add("--seed", type=int, default=0)
     add("--notes", type=Path, help="A Markdown file to append to the model card.")
-    parser.set_defaults(command_line="")
+    parser.set_defaults(command_line="", quantization="")
     return parser
 
 
@@ -197,7 +197,8 @@ class SingleProcess(ABC):
         """The draft that is trained further; `None`: a new one."""
         notes = "" if chosen.notes is None else chosen.notes.read_text(encoding="utf-8")
         name, command = chosen.name or self.directory.name, command_of(self.command, chosen)
-        self.card = TrainingCard(name, command, self.device, notes, weights_in_words(self.directory))
+        weights = weights_in_words(self.directory, chosen.quantization or own_quantization(self.directory))
+        self.card = TrainingCard(name, command, self.device, notes, weights)
         self.taps(), self.first_layers()  # what is refused is so before the target writes texts
 
     @cached_property
@@ -482,6 +483,11 @@ class SingleProcess(ABC):
             plan = replace(plan, ends=ends if is_bounded else None)
             found = BatchedTarget(write, tokenizer, plan)
             yield from found.answers(chain((first,), unknown))
+
+
+def own_quantization(directory: Path) -> str:
+    """The `target.quantization` of a target that no configuration describes."""
+    return "stored" if is_dequantized(directory) else "none"
 
 
 def _is_computed_stored(directory: Path, device: torch.device) -> bool:

@@ -52,7 +52,7 @@ def distill_in_one_process(job: DistillJob, server: Server | None = None) -> Non
     told = job.notices.print
     make = dspark if is_block else eagle3
     chosen = make.options(words)
-    chosen.command_line = job.command_line
+    chosen.command_line, chosen.quantization = job.command_line, job.configuration.target.quantization
     with RankWriter(job.configuration, told, given.max_length, server) as writer:
         chosen.rows = _ROUNDS * writer.sequences
         texts = execute(make.Run, chosen, told, writer)

@@ -22,8 +22,11 @@ from workers.model.fingerprint import weights_digest
 
 _TEXTS, _BEST, _FINISHED, _MEASURE = "texts.json", "best", "finished", "tokens_per_step.json"
 _CARD, _SAID = "README.md", "card.json"
-_WITHOUT_INFLUENCE = ("target", "answers", "states", "write_seconds", "notes", "file_bytes", "command_line", "start")
-"""Options that change nothing of a training whose texts and weights are known."""
+_WITHOUT_INFLUENCE = (
+    *("target", "answers", "states", "write_seconds", "notes", "file_bytes"),
+    *("command_line", "quantization", "start"),
+)
+"""Options that change nothing of a training whose texts, hidden states and weights are known."""
 
 
 class TrainingDirectory:

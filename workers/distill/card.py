@@ -58,9 +58,7 @@ class Facts:
 
 def computed_in(target: TargetSection) -> str:
     """The data type in which a target computes, and how its weights are stored, in words."""
-    if target.quantization == "int8":
-        return f"{target.dtype}, weights rounded to int8"
-    found = weights_in_words(Path(target.path))
+    found = weights_in_words(Path(target.path), target.quantization)
     return f"{target.dtype}, weights {found}" if found else target.dtype
 
 

@@ -29,15 +29,19 @@ def dequantized_from(directory: Path) -> str:
     return "" if packaged is None else packaged.quantized
 
 
-def weights_in_words(directory: Path) -> str:
-    """How the weights in a model directory are stored, as `as they are stored (awq, 4 bits)`; empty for plain ones.
+def weights_in_words(directory: Path, quantization: str) -> str:
+    """How a target with this `target.quantization`, `none`, `stored` or `int8`, has the weights in its directory.
 
-    Raises `ModelLoadError` if the file that they are stored in is gone.
+    It is in words, as `as they are stored (awq, 4 bits)`; empty for plain weights. Raises `ModelLoadError` if the file
+    that they are stored in is gone.
     """
+    if quantization == "int8":
+        return "rounded to int8"
     settings = config_values(directory).get("quantization_config")
     if isinstance(settings, dict):
         bits = settings.get("bits")
-        return f"as they are stored ({settings.get('quant_method')}{f', {bits} bits' if bits else ''})"
+        form = f"{settings.get('quant_method')}{f', {bits} bits' if bits else ''}"
+        return f"as they are stored ({form})" if quantization == "stored" else f"de-quantized from {form}"
     form = dequantized_from(directory)
     if stored_alone(directory) is not None:
         return f"as they are stored ({form})"

@@ -29,19 +29,21 @@ def test_the_packaged_target_is_a_4_bit_model(tmp_path: Path) -> None:
 
 def test_cards_say_how_weights_are_stored(tmp_path: Path) -> None:
     plain = tiny.save(tmp_path / "plain", tiny.llama())
-    assert weights_in_words(plain) == ""
+    assert weights_in_words(plain, "none") == ""
     settings = quantized.AWQ | {"group_size": 16}
     quantized.save(plain, tmp_path / "awq", quantized.awq(16), settings)
-    assert weights_in_words(tmp_path / "awq") == "as they are stored (awq, 4 bits)"
+    assert weights_in_words(tmp_path / "awq", "stored") == "as they are stored (awq, 4 bits)"
     target = TargetSection(path=str(tmp_path / "awq"), quantization="stored", dtype="bfloat16")
     assert computed_in(target) == "bfloat16, weights as they are stored (awq, 4 bits)"
+    plainly = target.model_copy(update={"quantization": "none"})
+    assert computed_in(plainly) == "bfloat16, weights de-quantized from awq, 4 bits"
 
     write_dequantized_from(plain, "GGUF Q4_K, Q6_K")
-    assert weights_in_words(plain) == "de-quantized from GGUF Q4_K, Q6_K"
+    assert weights_in_words(plain, "none") == "de-quantized from GGUF Q4_K, Q6_K"
     assert computed_in(target.model_copy(update={"path": str(plain), "quantization": "int8"})) == (
         "bfloat16, weights rounded to int8"
     )
     (tmp_path / "model.gguf").touch()
     write_stored_in(plain, tmp_path / "model.gguf")
     (plain / "model.safetensors").unlink()
-    assert weights_in_words(plain) == "as they are stored (GGUF Q4_K, Q6_K)"
+    assert weights_in_words(plain, "stored") == "as they are stored (GGUF Q4_K, Q6_K)"
