@@ -369,3 +369,14 @@ def test_drafts_of_targets_of_any_depth_read_hidden_states_that_these_have(layer
     for make in (dspark, eagle3):
         taps = make.default_taps(layers)
         assert list(taps) == sorted(set(taps)) and taps[0] >= 0 and taps[-1] < layers
+
+
+def test_the_card_says_how_the_target_of_the_command_has_its_weights(
+    directory: Path, answers: Sequence[Answer], tmp_path: Path
+) -> None:
+    """Its texts and hidden states are those of these weights."""
+    run = make_run(directory, answers, tmp_path, "eagle3")
+    assert run.card.weights == ""
+    run.options.quantization = "int8"
+
+    assert eagle3.Run(run.options, print).card.weights == "rounded to int8"
