@@ -62,7 +62,7 @@ from workers.model.latents import attend_over_latents, drop_expansions
 from workers.model.model_files import end_of_sequence_ids
 from workers.model.sharding import check_divisible, check_inner, complete_plan, divide, has_own_plan, keep_own_part
 from workers.model.share import Share
-from workers.model.stored.loading import load_stored
+from workers.model.stored.loading import ExpertsRefused, load_stored
 from workers.model.stored.quantized_checkpoint import quantization_of
 from workers.model.stored.source import stored_file
 from workers.model.stored_choice import settled
@@ -200,6 +200,8 @@ def _refused_by_name(config: PreTrainedConfig, setting: str = "quantization") ->
         raise ConfigurationError(
             f"{setting}: stored is refused on CUDA: {error}; it must be none, which de-quantizes the weights"
         ) from error
+    except ExpertsRefused as error:
+        raise ConfigurationError(str(error).replace("target.quantization", setting, 1)) from error
     except (KernelMismatch, PilotfishError, AnotherRankFailed, MemoryError):
         raise
     except (torch.OutOfMemoryError, torch.distributed.DistError):
@@ -430,7 +432,7 @@ def _read_stored(request: _Request) -> PreTrainedModel:
         )
         return module
 
-    return load_stored(make, source, request.dtype, request.share, device=request.device, setting=request.setting)
+    return load_stored(make, source, request.dtype, request.share, device=request.device)
 
 
 def _draw(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:

@@ -45,8 +45,10 @@ _TRIED_ROWS = 64
 """Rows of a table that show what a layer does with them."""
 EXPERTS = ("gate_up_proj", "down_proj")
 _CPU = torch.device("cpu")
-_SETTING = "target.quantization"
-"""What errors call the setting that keeps weights as they are stored."""
+
+
+class ExpertsRefused(ConfigurationError):
+    """Experts are quantized in a format in which they are not kept. The message names `target.quantization`."""
 
 
 class StoredCheckpoint(Protocol):
@@ -73,14 +75,12 @@ def load_stored(
     share: Share,
     *,
     device: torch.device = _CPU,
-    setting: str = _SETTING,
     clock: Callable[[], float] = time.monotonic,
 ) -> PreTrainedModel:
     """A model from a GGUF file or from a directory of quantized safetensors; `make()` makes it without weights.
 
     Each rank keeps its share of every matrix, on `device`; experts stay on the CPU until kernels take them. `clock`
-    gives seconds: a long load logs how far it is. Raises `ModelLoadError`, and `ConfigurationError` with the `setting`
-    that chose this.
+    gives seconds: a long load logs how far it is. Raises `ModelLoadError`, `ConfigurationError`.
     """
     checkpoint: StoredCheckpoint = QuantizedCheckpoint(source, dtype) if source.is_dir() else GgufFile(source, dtype)
     with init_empty_weights(include_buffers=False), no_init_weights():
@@ -109,7 +109,7 @@ def load_stored(
                 freed.add(linear.storage.nbytes)  # unpacking needs several times as many, piece by piece
                 linear.storage = linear.storage.to(device)
                 setattr(parent, name, linear)
-            elif (experts := _experts(child, own, checkpoint, dtype, share, setting)) is not None:
+            elif (experts := _experts(child, own, checkpoint, dtype, share)) is not None:
                 setattr(parent, name, experts)
             else:
                 _fill(child, own, checkpoint, dtype, heads)
@@ -246,12 +246,11 @@ def _bias(layer: Any, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtyp
 
 
 def _experts(
-    layer: Any, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, share: Share, setting: str
+    layer: Any, name: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, share: Share
 ) -> StoredExperts | None:
     """A rank's part of the experts of a mixture; `None` for a layer that has none that are stored quantized.
 
-    `setting` is the key of `quantization`. A rank without the first inner numbers adds no second bias: the ranks'
-    products are summed.
+    A rank without the first inner numbers adds no second bias: the ranks' products are summed.
     """
     is_mixture = isinstance(getattr(layer, "gate_up_proj", None), nn.Parameter)  # a layer in a network without experts
     if not isinstance(checkpoint, QuantizedCheckpoint) or not is_mixture:
@@ -263,7 +262,7 @@ def _experts(
         experts, inputs, outputs = getattr(layer, word).shape
         own = checkpoint.experts(f"{name}.{word}", (experts, outputs, inputs), region)
         if own is None:
-            check_plain_experts(checkpoint, name, setting)
+            check_plain_experts(checkpoint, name)
         if own is None:
             return None
         found.append(own)
@@ -277,15 +276,12 @@ def _experts(
     return StoredExperts([Expert(*row) for row in rows], gate, part)
 
 
-def check_plain_experts(checkpoint: StoredCheckpoint, name: str, setting: str = _SETTING) -> None:
-    """Raise `ConfigurationError` for experts that are neither in MXFP4 nor plain numbers in two tensors.
-
-    `setting` is the key of `quantization`.
-    """
+def check_plain_experts(checkpoint: StoredCheckpoint, name: str) -> None:
+    """Raise `ExpertsRefused` for experts that are neither in MXFP4 nor plain numbers in two tensors."""
     if any(f"{name}.{word}" not in checkpoint for word in EXPERTS):
-        raise ConfigurationError(
-            f"{setting}: stored is refused for {name}: experts are kept as they are stored in MXFP4 alone; it must "
-            "be none"
+        raise ExpertsRefused(
+            f"target.quantization: stored is refused for {name}: experts are kept as they are stored in MXFP4 alone; "
+            "it must be none"
         )
 
 
