@@ -24,7 +24,7 @@ from deploy.ray.serve_cluster import ServeCluster
 from deploy.settings import Settings
 from tests.support.clusters.live_cluster import RequestCase, Server, answer_all, tokens_grpc
 from tests.support.clusters.serve_process import Deploy, ServeProcess
-from tests.support.models import tiny, tiny_tokenizer
+from tests.support.models import drafting_modules, tiny, tiny_tokenizer
 from workers.serve.configuration import load_configuration
 
 pytestmark = pytest.mark.ray
@@ -193,6 +193,30 @@ async def test_two_drafters_share_the_requests_and_one_serves_all_when_the_other
             assert [answer.tokens for answer in pair] == [expected[case]] * 2
     assert all(answer.accepted > 0 for pair in both for answer in pair)
     assert sum(answer.accepted > 0 for pair in one for answer in pair) > len(SEVERAL)
+
+
+async def test_a_drafter_learns_from_answers_and_changes_no_token(
+    deploy: Deploy, model: Path, tmp_path: Path, expected: Expected
+) -> None:
+    """The learner in the drafter's process sees the answers of clients that agree. The heads are random."""
+    drafting_modules.save(model, tmp_path / "heads", "heads", (2,))
+    heads = {"draft__method": "heads", "draft__heads__path": str(tmp_path / "heads"), "draft__controller": "off"}
+    learning = {"draft__learn": "on", "draft__learn_from": "all", "draft__placement": "drafter"}
+    cluster = deploy(configure(model, **heads, **learning))
+    assert len(cluster.descendants(DRAFTER)) == 1
+
+    async with asyncio.timeout(TIMEOUT_SECONDS), httpx.AsyncClient(base_url=cluster.server.http_url) as client:
+        seen = asked = 0
+        while seen < len(SEVERAL):
+            answers = await answer_all(cluster.server, SEVERAL, concurrency=5)
+            asked += 2 * len(SEVERAL)
+            for case, pair in zip(SEVERAL, answers, strict=True):
+                assert [answer.tokens for answer in pair] == [expected[case]] * 2
+                assert all(answer.drafted > 0 for answer in pair)
+            (replica,) = (await client.get("/cluster")).json()["replicas"]
+            seen = replica["draft_learned_texts"]
+
+    assert seen <= asked
 
 
 async def check_the_kill_button(cluster: ServeProcess, expected: Expected) -> None:
