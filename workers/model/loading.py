@@ -157,7 +157,7 @@ def read_decoder(section: ModelSection, target_directory: Path | None) -> tuple[
     keep_compiled_code(section.compile_directory)
     register()
     accept_attention_name(config)
-    with _refused_by_name(config):
+    with _refused_by_name(config, request.setting):
         return request.read()
 
 
@@ -168,7 +168,7 @@ def load_prepared(section: ModelSection, config: PreTrainedConfig, prepared: Rea
     """
     device = choose_device(section.device, 0)
     request = _Request(section, config, device, Share(0, 1), None, None, prepared=prepared)
-    with _refused_by_name(config):
+    with _refused_by_name(config, request.setting):
         return _load_decoder(request, native=may_be_native(section, device, 1))
 
 
@@ -180,14 +180,14 @@ def check_truncatable(directory: Path) -> None:
     config = read_config(directory)
     if config.is_encoder_decoder:
         return
-    with _refused_by_name(config), torch.device("meta"):
+    with _refused_by_name(config, "draft.model.quantization"), torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
     if any(cache_name(part) is not None for part in module.modules()):
         raise ConfigurationError(RECURRENT_DRAFT)
 
 
 @contextmanager
-def _refused_by_name(config: PreTrainedConfig, setting: str = "quantization") -> Iterator[None]:
+def _refused_by_name(config: PreTrainedConfig, setting: str) -> Iterator[None]:
     """Raise `ModelLoadError` with the model's type for whatever an unknown family fails with inside.
 
     `setting` is the key of `quantization`.
