@@ -7,6 +7,8 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ from deploy.settings import Settings
 from workers.draft.registry import graph_bytes
 from workers.model.draft_card import is_distilled, read_card
 from workers.model.formats.checkpoint import safetensors_header
-from workers.model.head_counts import ranks_that_divide
+from workers.model.head_counts import most_held, ranks_that_divide, stated_counts
 from workers.model.text_tokenizer import TextTokenizer, same_tokens
 from workers.model.weight_files import is_encoder_decoder, weight_files
 
@@ -235,14 +237,12 @@ def model_problems(
 
 def head_problems(directory: Path, tensor_parallel: int) -> Iterator[Problem]:
     """Problems with tensor parallelism: the ranks cannot divide the attention heads."""
-    config = read_model_config(directory)
-    heads = int(config.get("num_attention_heads") or config.get("n_head") or tensor_parallel)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
+    heads, kv_heads = stated_counts(read_model_config(directory), tensor_parallel)
     fitting = ranks_that_divide(heads, kv_heads)
     if tensor_parallel not in fitting:
         yield Problem(
             "target.tensor_parallel",
-            f"a divisor of {heads} heads, and a divisor or a multiple of {kv_heads} key-value heads",
+            f"a divisor of {kv_heads} key-value heads, or a multiple that is at most the number of heads, {heads}",
             str(tensor_parallel),
             f"set it to {' or '.join(map(str, fitting))}",
         )
@@ -406,7 +406,7 @@ def _needs(
         is_whole = isinstance(section, TargetSection) and section.enable_expert_parallel
         weights = _stored_bytes(directory, section.dtype, ranks, on_gpu=role.device != "cpu", expert_parallel=is_whole)
     if weights is None:
-        weights = -(-weight_bytes(directory, section.dtype) // ranks)
+        weights = weight_bytes(directory, section.dtype, ranks)
     return _Needs(role.role, key, role.device, weights + (section.kv.pool_bytes or 0))
 
 
@@ -421,13 +421,14 @@ def _stored_bytes(directory: Path, dtype: str, ranks: int, *, on_gpu: bool, expe
     return rank_bytes(directory, dtype, ranks, on_gpu=on_gpu, expert_parallel=expert_parallel)
 
 
-def weight_bytes(directory: Path, dtype: str) -> int:
-    """Bytes that the safetensors of a directory take when loaded as `dtype`. Reads their headers only.
+def weight_bytes(directory: Path, dtype: str, ranks: int = 1) -> int:
+    """Bytes that the safetensors of a directory take when loaded as `dtype`, of several ranks on the one that has most.
 
-    A distilled draft also loads the embedding of its target, and one row of the target's head for each token that it
-    can propose.
+    Reads their headers only. A distilled draft also loads the embedding of its target, and one row of the target's
+    head for each token that it can propose.
     """
-    total = 0
+    total, even = Fraction(0), Fraction(1, ranks)
+    parts = most_held(*stated_counts(read_model_config(directory), ranks), ranks) if ranks > 1 else {}
     if is_distilled(directory):
         card = read_card(directory)
         rows = card.target_vocabulary_size + (card.vocabulary_size or card.target_vocabulary_size)
@@ -437,10 +438,11 @@ def weight_bytes(directory: Path, dtype: str) -> int:
             header = safetensors_header(file)
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"weights {str(file)!r} are not safetensors; {error}") from None
-        for entry in header.values():
+        for name, entry in header.items():
             first, last = entry["data_offsets"]
-            total += (last - first) // _STORED_BYTES.get(entry["dtype"], 1) * DTYPE_BYTES[dtype]
-    return total
+            own = (last - first) // _STORED_BYTES.get(entry["dtype"], 1) * DTYPE_BYTES[dtype]
+            total += own * parts.get(name.rpartition(".")[0].rpartition(".")[2], even)
+    return ceil(total)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:

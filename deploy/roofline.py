@@ -89,7 +89,7 @@ def describe_prompt_tokens(configuration: Configuration) -> str:
     begin = f"prompts beside decoding: at most {prompt_tokens(configuration)} tokens of a step"
     if scheduler.max_prompt_tokens is not None:
         return f"{begin}, as scheduler.max_prompt_tokens says"
-    size, is_known = _weight_bytes(configuration), bool(_model_values(configuration))
+    size, is_known = _weight_bytes(configuration), bool(model_values(configuration))
     form = target.dtype if size == DTYPE_BYTES[target.dtype] else "8 bits or fewer"
     experts, balanced = _experts(configuration), _balanced(configuration)
     spread = f" × {experts.count} ÷ {experts.chosen} experts that a token chooses" if experts else ""
@@ -127,14 +127,14 @@ def _weight_bytes(configuration: Configuration) -> int:
 
 def _experts(configuration: Configuration) -> _Experts | None:
     """The experts that `config.json` states; `None` for other models, and where it is not on this machine."""
-    values = _model_values(configuration)
+    values = model_values(configuration)
     counts = [values.get(name) for name in (*_EXPERTS, "num_experts_per_tok")]
     *several, chosen = [count if isinstance(count, int) and count > 0 else 0 for count in counts]
     experts = max(several)
     return _Experts(experts, chosen) if 0 < chosen < experts else None
 
 
-def _model_values(configuration: Configuration) -> Mapping[str, Any]:
+def model_values(configuration: Configuration) -> Mapping[str, Any]:
     """The target's `config.json`, or the part of it for text; empty where it is not on this machine."""
     values = config_values(Path(expanduser(configuration.target.path)))
     of_text = values.get("text_config")

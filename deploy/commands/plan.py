@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from os.path import expanduser
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,9 +19,10 @@ from cluster.wire.address import join_host_port
 from deploy.commands.options import ConfigOption, SetOption
 from deploy.fitting import fit
 from deploy.placement import Placement, Resources, plan
-from deploy.roofline import describe_prompt_tokens
+from deploy.roofline import describe_prompt_tokens, model_values
 from deploy.settings import Settings, load_settings
 from deploy.terminal import output, write_json
+from workers.model.head_counts import describe_shared_heads, stated_counts
 
 if TYPE_CHECKING:
     from deploy.preflight import Problem
@@ -46,7 +49,7 @@ def plan_command(
     from deploy.preflight import capacity_problems
 
     placement = plan(settings.configuration, nodes)
-    problems = list(capacity_problems(placement, nodes))
+    problems = [*capacity_problems(placement, nodes), *_head_problems(settings.configuration)]
     if not node and settings.ray_address is None:
         problems += _model_problems(settings)
     if as_json:
@@ -59,6 +62,15 @@ def plan_command(
             output.print(f"would not start: {problem}", markup=False)
     if problems:
         raise typer.Exit(1)
+
+
+def _head_problems(configuration: Configuration) -> list[Problem]:
+    """Why the ranks cannot divide the heads of a target that is on this machine."""
+    from deploy.preflight import head_problems
+
+    target = configuration.target
+    directory = Path(expanduser(target.path))
+    return list(head_problems(directory, target.tensor_parallel)) if model_values(configuration) else []
 
 
 def _model_problems(settings: Settings) -> Iterator[Problem]:
@@ -113,8 +125,8 @@ def _node(
 
 
 def notes(configuration: Configuration, placement: Placement) -> list[str]:
-    """What the table does not say: on a GPU, its CUDA graphs and how many prompt tokens a step takes beside decoding,
-    and where drafts without a process are made."""
+    """What the table does not say: how ranks share KV heads; on a GPU, its CUDA graphs and how many prompt tokens a
+    step takes beside decoding; and where drafts without a process are made."""
     draft, found = configuration.draft, list[str]()
     if placement.target.device == "cuda" and configuration.target.compile != "off":
         from workers.forward.graph_sizes import describe_graphs
@@ -127,6 +139,9 @@ def notes(configuration: Configuration, placement: Placement) -> list[str]:
         found += describe_drafting_graphs(draft)
     if placement.target.device == "cuda":
         found.append(describe_prompt_tokens(configuration))
+    ranks = configuration.target.tensor_parallel
+    shared = describe_shared_heads(*stated_counts(model_values(configuration), ranks), ranks)
+    found += [] if shared is None else [shared]
     if draft.weights is None or not placement.drafts_on_target:
         return found
     on_gpu = placement.draft.device == "cuda"

@@ -292,8 +292,8 @@ def _load_decoder(request: _Request, *, native: bool) -> LoadedModel:
         vocabulary=vocabulary,
     )
     if request.trial is not None:
-        if share.ranks > 1 and (section.quantization == "stored" or has_own_plan(request.config)):
-            replace_linear_layers(module, section.quantization, section.compile_directory)  # stored ones sum no ranks
+        if any(getattr(part, "sums_ranks", False) for part in module.modules()):  # they sum no ranks by themselves
+            replace_linear_layers(module, section.quantization, section.compile_directory)
         request.trial.expect(module, vocabulary_size, request.device, share.ranks)
         request.trial.check(model)
     if native and not model.states:
@@ -410,7 +410,7 @@ def _read(request: _Request) -> tuple[PreTrainedModel, torch.Tensor | None]:
     if tensor_parallel > 1 and reads_whole:
         divide(module, request.share, request.section.quantization, request.device)
     elif tensor_parallel > 1:
-        keep_own_part(module, request.share)
+        keep_own_part(module, request.share, request.section.quantization)
     return module, None
 
 

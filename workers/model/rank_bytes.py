@@ -113,15 +113,10 @@ class _Rank:
             elif (experts := self._experts(layer, path)) is not None:
                 yield experts
             else:
-                yield from (self._vector(path, name, one) for name, one in layer.named_parameters(recurse=False))
-
-    def _vector(self, path: str, name: str, values: torch.Tensor) -> int:
-        """Bytes of a parameter that no matrix is: of learned sinks, a rank has those of its heads."""
-        count = values.numel()
-        if name == "sinks":
-            own = self._share.of(count, f"the heads of {path}.{name}")
-            count = own.stop - own.start
-        return count * self._dtype.itemsize
+                for name, values in layer.named_parameters(recurse=False):
+                    count = values.numel()
+                    own = division.sinks(count) if name == "sinks" else slice(0, count)
+                    yield (own.stop - own.start) * self._dtype.itemsize
 
     def _linear(self, layer: nn.Linear, path: str, cut: Cut, table: str | None) -> int:
         """Bytes of a rank's part of a layer's matrix and of its bias. `table` is the embedding's, if they are tied.

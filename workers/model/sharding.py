@@ -1,8 +1,9 @@
 """How the ranks of a tensor-parallel group divide a decoder: heads, columns of feed-forward networks, vocabulary.
 
 `transformers` divides the layers of most families by a plan of its own. This module has what it does not do: KV heads
-that several ranks share, and families whose attention has no plan that divides it. Everything here depends on the
-configuration, the rank and the number of ranks alone, so that no rank decides by itself.
+that several ranks share, with query heads that these do not divide evenly, and families whose attention has no plan
+that divides it. Everything here depends on the configuration, the rank and the number of ranks alone, so that no rank
+decides by itself.
 """
 
 from __future__ import annotations
@@ -15,21 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-from transformers.distributed.tensor_parallel import TensorParallelLayer
 from transformers.pytorch_utils import Conv1D
 
 from cluster.core.errors import ConfigurationError
 from workers.forward.adapters.base import OWN_HEADS
-from workers.forward.experts import FIRST_EXPERT
 from workers.forward.layer_lists import plan_name
 from workers.forward.weights.choice import store
 from workers.forward.weights.modules import StoredLinear
 from workers.model.head_counts import ranks_that_divide
+from workers.model.plan_styles import HEAD_INPUTS, KV_HEADS, OWN_EXPERTS, QUERY_HEADS, WHOLE_EXPERTS, register_styles
 from workers.model.share import Share
-from workers.ranks import sum_over_ranks
 
 
 def _divided(part: str, columns: tuple[str, ...], rows: str) -> dict[str, str]:
@@ -71,9 +68,13 @@ factors alternate."""
 _WHOLE = ".linear_attn."
 """In names of layers that are whole on each rank whatever a plan says. Every rank has the states of all recurrent
 layers, and computes them from the whole stream: none is summed or gathered."""
-KV_HEADS = "kv_heads"
-"""The style, in a plan, of a projection to KV heads that several ranks share: each rank holds one head."""
-_KV_PROJECTIONS = ("k_proj", "v_proj")
+_OF_HEADS = dict.fromkeys(("k_proj", "v_proj"), ("colwise", KV_HEADS))
+_OF_HEADS |= dict.fromkeys(("q_proj", "g_proj", "gate_proj", "gate_bias", "sinks"), ("colwise", QUERY_HEADS))
+_OF_HEADS |= dict.fromkeys(("o_proj", "out_proj", "dense"), ("rowwise", HEAD_INPUTS))
+"""Parts of an attention that has a `q_proj`: how a plan divides them evenly, and the style that divides them by
+heads."""
+_OF_NETWORKS = dict.fromkeys(("up_proj", "down_proj"))
+"""Parts of a feed-forward network, to which a plan may give the name of an attention, as that of Nemotron-H does."""
 
 
 class _Cut(Enum):
@@ -168,11 +169,37 @@ def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:
             "embedding of one token, which the ranks divide; it must be 1, or the model one of text alone"
         )
     heads, kv_heads = head_counts(config)
-    if tensor_parallel not in (fitting := ranks_that_divide(heads, kv_heads)):
+    fitting, why = ranks_that_divide(heads, kv_heads), ""
+    if heads % tensor_parallel and (part := _even_part(config)) is not None:
+        fitting, why = [one for one in fitting if heads % one == 0], f", and ranks divide {part} evenly or not at all"
+    if tensor_parallel not in fitting:
         raise ConfigurationError(
             f"target.tensor_parallel: {tensor_parallel} does not divide num_attention_heads = {heads} with "
-            f"num_key_value_heads = {kv_heads}; it must be one of {', '.join(map(str, fitting))}"
+            f"num_key_value_heads = {kv_heads}{why}; it must be one of {', '.join(map(str, fitting))}"
         )
+
+
+def _even_part(config: PreTrainedConfig) -> str | None:
+    """What ranks divide evenly or not at all of a model's attention; `None` if one may have more heads than another."""
+    if config.is_encoder_decoder:
+        return "the attention of a model with an encoder"
+    if has_own_plan(config):
+        return None
+    plan = _known_plan(config.get_text_config())
+    attentions = _attentions(plan)
+    for name, style in plan.items():
+        attention, _, part = name.rpartition(".")
+        if attention in attentions and style in ("colwise", "rowwise") and part not in _OF_HEADS | _OF_NETWORKS:
+            return name
+    return None if attentions else f"the attention of model type {config.get_text_config().model_type!r}"
+
+
+def _attentions(plan: Mapping[str, str]) -> set[str]:
+    """The names, in a plan, of attention whose query heads are divided, and the inputs of the layer after it."""
+    divided = {name for name, style in plan.items() if style == _OF_HEADS.get(name.rpartition(".")[2], ("",))[0]}
+    queries = {name.rpartition(".")[0] for name in divided if name.endswith(".q_proj")}
+    outputs = {name.rpartition(".")[0] for name in divided if plan[name] == "rowwise"}
+    return queries & outputs
 
 
 def _known_plan(text: PreTrainedConfig) -> dict[str, str]:
@@ -182,8 +209,8 @@ def _known_plan(text: PreTrainedConfig) -> dict[str, str]:
 
 
 def complete_plan(config: PreTrainedConfig, share: Share) -> None:
-    """Give a configuration the plan that `transformers` lacks, and change it where ranks hold whole experts or share a
-    KV head.
+    """Give a configuration the plan that `transformers` lacks, and change it where ranks hold whole experts, share a
+    KV head, or have different numbers of query heads.
 
     Raises `ConfigurationError` for whole experts of a model without any.
     """
@@ -193,15 +220,15 @@ def complete_plan(config: PreTrainedConfig, share: Share) -> None:
         plan |= _whole_experts(config, plan)
     if not plan:
         return
+    register_styles()
+    heads, kv_heads = head_counts(config)
+    uneven = _attentions(plan) if heads % share.ranks and share.ranks % kv_heads == 0 else ()
+    for name, style in plan.items():
+        attention, _, part = name.rpartition(".")
+        even, by_heads = _OF_HEADS.get(part, ("", ""))
+        if style == even and (attention in uneven or (by_heads == KV_HEADS and share.ranks > kv_heads)):
+            plan[name] = by_heads
     text.base_model_tp_plan = plan  # type: ignore[misc]
-    if share.ranks <= head_counts(config)[1]:
-        return
-    # What this style leaves whole, `keep_own_part` reduces.
-    ALL_PARALLEL_STYLES.register(KV_HEADS, TensorParallelLayer())  # type: ignore[arg-type]
-    text.base_model_tp_plan = {  # type: ignore[misc]
-        name: KV_HEADS if style == "colwise" and name.endswith(_KV_PROJECTIONS) else style
-        for name, style in plan.items()
-    }
 
 
 def check_inner(config: PreTrainedConfig, share: Share) -> None:
@@ -221,16 +248,15 @@ def _whole_experts(config: PreTrainedConfig, plan: dict[str, str]) -> dict[str, 
             f"target.enable_expert_parallel: true is refused, because model type {text.model_type!r} has no experts "
             "that ranks can hold whole; it must be false"
         )
-    register_expert_styles()
     return {name: styles[style] for name, style in known.items()}
 
 
-def keep_own_part(module: PreTrainedModel, share: Share) -> None:
-    """Reduce what the plan left whole to this rank's part: the KV head that it shares, norms of heads, and biases.
+def keep_own_part(module: PreTrainedModel, share: Share, quantization: str = "none") -> None:
+    """Reduce what the plan left whole to this rank's part: heads, norms of heads, and biases.
 
     The ranks' products of an expert are summed, so the first rank alone adds the bias. What an attention layer itself
     holds, as learned sinks, becomes a usual tensor. The padding row of a divided embedding is that of one rank alone.
-    Raises `ConfigurationError` for a layer with another number of KV heads than the configuration says.
+    Raises `ConfigurationError` for a layer with other numbers of heads than the configuration says.
     """
     from torch.distributed.tensor import DTensor  # takes most of a second
 
@@ -247,18 +273,56 @@ def keep_own_part(module: PreTrainedModel, share: Share) -> None:
     if row is not None and isinstance(embedding.weight, DTensor) and _zeroes_padding(module):
         own = share.tokens(len(embedding.weight))
         embedding.weight.to_local()[max(row - own.start, 0) : max(row + 1 - own.start, 0)] = 0
-    heads, kv_heads = head_counts(module.config)
+    counts = head_counts(module.config)
+    queries, keys = share.query_heads(*counts), share.kv_heads(counts[1])
+    _keep_own_norms(module, {"q_norm": queries, "k_norm": keys})
+    check_heads(module, share)
+    parts = {KV_HEADS: (counts[1], keys), QUERY_HEADS: (counts[0], queries), HEAD_INPUTS: (counts[0], queries)}
     plan: dict[str, str] = module.tp_plan or {}
-    own = share.kv_heads(kv_heads)
-    _keep_own_norms(module, {"q_norm": share.of(heads, "num_attention_heads"), "k_norm": own})
+    for path, attention in list(module.named_modules()):
+        for name in _OF_HEADS:
+            style = plan.get(plan_name(f"{path}.{name}"), "")
+            if style in parts and (layer := getattr(attention, name, None)) is not None:
+                attention.num_key_value_groups = len(_range(queries)) // len(_range(keys))
+                setattr(attention, name, _of_own_heads(layer, style, *parts[style], quantization))
+
+
+def _of_own_heads(layer: Any, style: str, heads: int, own: slice, quantization: str) -> Any:
+    """A layer of an attention, or a parameter with a number of each head, reduced to some heads.
+
+    One of a stored model was read in this rank's part, and is returned as it is.
+    """
+    if isinstance(layer, nn.Parameter):
+        return nn.Parameter(layer.detach()[own].clone(), requires_grad=False) if len(layer) == heads else layer
+    if type(layer) is not nn.Linear:
+        return layer
+    if style == HEAD_INPUTS:
+        inputs = rows_of_heads(layer.in_features, heads, own, "the layer after attention")
+        weight = layer.weight.detach()[:, inputs].contiguous()
+        bias = None if layer.bias is None else layer.bias.detach()
+        return StoredLinear(store(weight, quantization, cut_inputs=True), bias, sums_ranks=True)
+    keep_outputs(layer, rows_of_heads(layer.out_features, heads, own, "a projection of attention"))
+    return layer
+
+
+def check_heads(module: PreTrainedModel, share: Share) -> None:
+    """Raise `ConfigurationError` for whole layers with other numbers of heads than the configuration says, where ranks
+    have different numbers of them: nothing else would tell where a head begins.
+    """
+    (heads, kv_heads), plan = head_counts(module.config), module.tp_plan or {}
     for path, attention in module.named_modules():
-        for name in _KV_PROJECTIONS:
-            if plan.get(plan_name(f"{path}.{name}")) != KV_HEADS:
-                continue
-            attention.num_key_value_groups = heads // share.ranks
-            layer: Any = getattr(attention, name)
-            if type(layer) is nn.Linear:  # a stored one was read in this rank's part
-                keep_outputs(layer, rows_of_heads(layer.out_features, kv_heads, own, f"{path}.{name}"))
+        queries = getattr(attention, "q_proj", None)
+        if plan.get(plan_name(f"{path}.q_proj")) != QUERY_HEADS or type(queries) is not nn.Linear:
+            continue
+        known = {name: one for name in _OF_HEADS if isinstance(one := getattr(attention, name, None), nn.Linear)}
+        output = next(one for name, one in known.items() if _OF_HEADS[name][1] == HEAD_INPUTS)
+        stored: Any = known.get("v_proj") or known.get("k_proj")  # neither reads those of another layer
+        width = output.in_features // heads if stored is None else stored.out_features // kv_heads
+        if (output.in_features, getattr(attention, "head_dim", width)) != (heads * width, width):
+            raise ConfigurationError(
+                f"target.tensor_parallel: {share.ranks} is refused: {path} has another number of heads than "
+                f"num_attention_heads = {heads} and num_key_value_heads = {kv_heads}; it must divide all these numbers"
+            )
 
 
 def _keep_own_norms(module: PreTrainedModel, own: Mapping[str, slice]) -> None:
@@ -280,11 +344,13 @@ def _zeroes_padding(module: PreTrainedModel) -> bool:
     return not bool(tried.weight.any())
 
 
-def rows_of_heads(outputs: int, heads: int, own: slice, what: str) -> slice:
-    """The outputs of some of the heads that a projection computes. Raises `ConfigurationError`."""
-    if outputs % heads:
-        raise ConfigurationError(f"target.tensor_parallel: {what} has {outputs} outputs, which are no {heads} heads")
-    size = outputs // heads
+def rows_of_heads(count: int, heads: int, own: slice, what: str) -> slice:
+    """Of the outputs or inputs of a layer, those of some of its heads. Raises `ConfigurationError`."""
+    if count % heads:
+        raise ConfigurationError(
+            f"target.tensor_parallel: {what} has {count} outputs or inputs, which are no {heads} heads"
+        )
+    size = count // heads
     return slice(own.start * size, own.stop * size)
 
 
@@ -304,13 +370,15 @@ def divide(module: PreTrainedModel, share: Share, quantization: str, device: tor
             keep_outputs(layer, _own_outputs(cut, _matrix(layer).shape[0], counts, share, path))
             continue
         weight, (parent, _, name) = _matrix(layer), path.rpartition(".")
-        own = weight[:, share.tokens(weight.shape[1])].contiguous().to(device)
+        count, is_attention = weight.shape[1], "att" in place
+        own = rows_of_heads(count, counts[0], share.query_heads(*counts), path) if is_attention else share.tokens(count)
         bias = getattr(layer, "bias", None)
         bias = None if bias is None else bias.detach().to(device)
-        summed = StoredLinear(store(own, quantization, cut_inputs=True), bias, sums_ranks=True)
+        cut_weight = weight[:, own].contiguous().to(device)
+        summed = StoredLinear(store(cut_weight, quantization, cut_inputs=True), bias, sums_ranks=True)
         setattr(module.get_submodule(parent), name, summed)
-        if "att" in place:
-            _count_own_heads(module.get_submodule(parent), counts, share, weight.shape[1] // counts[0])
+        if is_attention:
+            _count_own_heads(module.get_submodule(parent), counts, share, count // counts[0])
     head: Any = module.get_output_embeddings()
     keep_outputs(head, share.tokens(head.out_features))
     module.to(device)  # type: ignore[arg-type]  # of `transformers`
@@ -326,6 +394,10 @@ class OwnPlan:
 
     def __contains__(self, path: str) -> bool:
         return _place(path) in self._plan
+
+    def style(self, path: str) -> str:
+        """The word, in a plan, for a layer that is divided by its inputs."""
+        return HEAD_INPUTS if "att" in _place(path) else "rowwise"
 
     def outputs(self, path: str, outputs: int) -> torch.Tensor | None:
         """Indices of the outputs that the rank keeps of a layer with so many; `None` for one divided by its inputs.
@@ -361,7 +433,7 @@ def _own_outputs(cut: _Cut, outputs: int, counts: tuple[int, int], share: Share,
 def _own_heads(cut: _Cut, counts: tuple[int, int], share: Share) -> list[int]:
     """The heads of a fused projection that a rank keeps, by their places among those of queries, keys and values."""
     (heads, kv_heads), shared = counts, counts[0] // counts[1]
-    queries = range(heads)[share.of(heads, "num_attention_heads")]
+    queries = range(heads)[share.query_heads(heads, kv_heads)]
     keys = range(kv_heads)[share.kv_heads(kv_heads)]
     if cut is _Cut.HEADS:
         return [*queries, *(heads + one for one in keys), *(heads + kv_heads + one for one in keys)]
@@ -389,7 +461,7 @@ def _own_heads(cut: _Cut, counts: tuple[int, int], share: Share) -> list[int]:
 
 def _count_own_heads(attention: Any, counts: tuple[int, int], share: Share, dim: int) -> None:
     """Let an attention module expect the heads of this rank, whatever it calls their numbers. `dim` is a head's."""
-    own = share.of(counts[0], "num_attention_heads")
+    own = share.query_heads(*counts)
     heads, kv_heads = len(_range(own)), len(_range(share.kv_heads(counts[1])))
     numbers = dict.fromkeys(("num_heads", "num_attention_heads", "n_heads", "n_head"), heads)
     numbers |= dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_heads"), kv_heads)
@@ -423,50 +495,3 @@ def keep_outputs(layer: Any, outputs: slice | torch.Tensor) -> None:
 def _range(part: slice) -> torch.Tensor:
     """The indices of a slice."""
     return torch.arange(part.start, part.stop)
-
-
-# Two styles of plans by which each rank holds whole experts. All ranks route alike; a rank computes its own experts
-# for all tokens, and the sum of all ranks is the output.
-WHOLE_EXPERTS = "whole_experts"
-"""The style, in a plan, of experts' parameters `[experts, …]` of which each rank holds those of its own experts."""
-OWN_EXPERTS = "own_experts"
-"""The style, in a plan, of a layer of such experts."""
-
-
-class _WholeExperts(TensorParallelLayer):
-    """Divides a parameter by experts. Raises `ConfigurationError` if the ranks do not divide their number."""
-
-    def shard_param(self, module: Any, param: str, mesh: Any) -> None:
-        whole = module._parameters.get(param)
-        if whole is None:
-            return
-        own = Share(mesh.get_local_rank(), mesh.size()).experts(len(whole))
-        setattr(module, FIRST_EXPERT, own.start)
-        module.all_experts, module.num_experts = len(whole), own.stop - own.start
-        module._is_expert_parallel = True
-        divided = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-        module._parameters[param] = nn.Parameter(divided, requires_grad=whole.requires_grad)
-
-
-class _OwnExperts(TensorParallelLayer):
-    """Computes this rank's experts. A choice of another rank's expert is the number after the last, with weight 0."""
-
-    def should_use_local_tensors(self, module: Any) -> bool:  # noqa: ARG002 - of the base class
-        return True
-
-    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        x, chosen, weights = args
-        local = chosen - getattr(module, FIRST_EXPERT)
-        is_other = (local < 0) | (local >= module.num_experts)
-        return (x, local.masked_fill(is_other, module.num_experts), weights.masked_fill(is_other, 0.0)), kwargs
-
-    def transform_output_post_forward(self, module: Any, output: torch.Tensor, mesh: Any) -> torch.Tensor:  # noqa: ARG002
-        output = output.contiguous()
-        sum_over_ranks(output)
-        return output
-
-
-def register_expert_styles() -> None:
-    """Let `transformers` know both styles."""
-    ALL_PARALLEL_STYLES.register(WHOLE_EXPERTS, _WholeExperts())  # type: ignore[arg-type]
-    ALL_PARALLEL_STYLES.register(OWN_EXPERTS, _OwnExperts())  # type: ignore[arg-type]

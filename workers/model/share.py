@@ -51,6 +51,19 @@ class Share:
             )
         return self.of(count, "the experts")
 
+    def query_heads(self, count: int, kv_heads: int) -> slice:
+        """The rank's part of `count` query heads.
+
+        Ranks that share a KV head divide the query heads that read it. Where they do not divide them evenly, some of
+        these ranks have one more. Raises `ConfigurationError` if that leaves a rank without any.
+        """
+        sharing, group = self.ranks // kv_heads, count // kv_heads
+        if self.ranks % kv_heads or sharing > group:
+            return self.of(count, "num_attention_heads")
+        head, place = divmod(self.rank, sharing)
+        first, last = (head * group + one * group // sharing for one in (place, place + 1))
+        return slice(first, last)
+
     def kv_heads(self, count: int) -> slice:
         """The KV heads of this rank's query heads. Where there are more ranks than KV heads, several hold the same."""
         if count % self.ranks == 0:

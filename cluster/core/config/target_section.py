@@ -91,8 +91,9 @@ class TargetSection(ModelSection, PluginHost):
     node_resource: Annotated[str | None, UNSHARED] = None
     """Custom Ray resource of the nodes that targets run on; unset: any node with enough cores and GPUs."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of ranks that share each layer; it must divide the number of attention heads. Where it exceeds the number
-    of KV heads, several ranks hold the same one, so it must be a multiple of that number; else it must divide it."""
+    """Number of ranks that share each layer. It must divide the number of KV heads, or be a multiple of that number and
+    at most the number of attention heads: several ranks then hold the same KV head, and divide the heads that read it.
+    Some families, as OLMo 2, need a divisor of the number of attention heads, too."""
     enable_expert_parallel: bool = False
     """Whether each rank holds whole experts of a mixture, instead of a part of each. `tensor_parallel` must divide
     their number; with one rank this changes nothing."""

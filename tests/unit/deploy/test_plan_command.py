@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,3 +123,17 @@ def test_it_tells_how_many_prompt_tokens_a_gpu_takes_beside_decoding(capsys: pyt
     assert "prompts beside decoding: at most 1024 tokens of a step (scheduler.max_prompt_tokens is unset)" in printed
     assert run_command("plan", "--config", "cpu", "--node", "cpus=16") == 0
     assert "prompts beside decoding" not in capsys.readouterr().out
+
+
+def test_it_tells_how_ranks_share_kv_heads_and_refuses_ranks_that_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 28, "num_key_value_heads": 4}))
+    target = ("--set", f"target.path={tmp_path}", "--set", "target.replicas=1", "--set", "draft.method=none")
+    nodes = ("--node", "cpus=32,gpus=9", "--set", "draft.replicas=1")
+    told = "8 ranks hold 4 KV heads, each on 2 of them: a rank has 3 or 4 of 28 query heads; memory is counted for 4"
+    assert told in planned(capsys, *target, *nodes, "--set", "target.tensor_parallel=8")["notes"]
+    assert not any("KV heads" in note for note in planned(capsys, *target, *nodes)["notes"])
+    assert run("--json", *target, *nodes, "--set", "target.tensor_parallel=3") == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["remedy"] == "set it to 1 or 2 or 4 or 8 or 12 or 16 or 20 or 24 or 28"

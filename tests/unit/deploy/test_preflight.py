@@ -204,9 +204,21 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_numbers_that_do(tmp
     line = only(preflight.head_problems(model_directory(tmp_path / "m", heads=6, kv_heads=3), ranks))
 
     assert line == (
-        "target.tensor_parallel: needed a divisor of 6 heads, and a divisor or a multiple of 3 key-value heads, "
-        f"found {ranks}; set it to 1 or 3 or 6"
+        "target.tensor_parallel: needed a divisor of 3 key-value heads, or a multiple that is at most the number of "
+        f"heads, 6, found {ranks}; set it to 1 or 3 or 6"
     )
+
+
+def test_the_rank_with_most_heads_is_counted_where_ranks_share_a_kv_head(tmp_path: Path) -> None:
+    """Of four ranks, two have three of 14 query heads, and two have four; each has one of two KV heads whole."""
+    directory = model_directory(tmp_path / "m", heads=14, kv_heads=2)
+    layer = {"q_proj": (112, 112), "k_proj": (16, 112), "v_proj": (16, 112), "o_proj": (112, 112)}
+    tensors = {f"model.layers.0.self_attn.{name}.weight": torch.zeros(shape) for name, shape in layer.items()}
+    save_file(tensors | {"lm_head.weight": torch.zeros(8, 112)}, directory / "model.safetensors")
+    of_heads, of_kv_heads, others = 2 * 112 * 4 * 8, 2 * 8 * 112, 2 * 112
+    assert not list(preflight.head_problems(directory, 4))
+    assert preflight.weight_bytes(directory, "bfloat16", 4) == 2 * (of_heads + of_kv_heads + others)
+    assert preflight.weight_bytes(directory, "bfloat16", 2) == preflight.weight_bytes(directory, "bfloat16") // 2
 
 
 def test_a_model_without_grouped_heads_divides_by_its_heads(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,13 @@ COUNT = 16
 POOL_BYTES = 8 << 20
 WIDTHS = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 96)
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 3} | WIDTHS
-FAMILIES = {2: ("qwen3_next", "falcon_h1", "nemotron_h", "lfm2", "jamba"), 3: ("qwen3_next", "nemotron_h")}
+FOUR = {"num_attention_heads": 4, "num_key_value_heads": 1} | WIDTHS
+"""Three ranks share a KV head, and one of them has two query heads."""
+CASES: list[tuple[int, str, dict[str, int]]] = [
+    (2, family, {}) for family in ("qwen3_next", "falcon_h1", "nemotron_h", "lfm2", "jamba")
+]
+CASES += [(3, family, SIX) for family in ("qwen3_next", "nemotron_h")]
+CASES += [(3, family, FOUR) for family in ("qwen3_next", "nemotron_h")]
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +34,15 @@ def group(request: pytest.FixtureRequest) -> Iterator[RankGroup]:
 
 
 @pytest.mark.parametrize(
-    ("group", "family"),
-    [(ranks, family) for ranks, families in FAMILIES.items() for family in families],
+    ("group", "family", "changes"),
+    CASES,
     indirect=["group"],
+    ids=[f"{family}, {changes.get('num_attention_heads')} heads, on {ranks} ranks" for ranks, family, changes in CASES],
 )
-def test_the_texts_are_those_of_one_rank_in_chains_and_trees(group: RankGroup, family: str, tmp_path: Path) -> None:
-    directory = save_hybrid(tmp_path, family, **(SIX if group.ranks == 3 else {})).directory
+def test_the_texts_are_those_of_one_rank_in_chains_and_trees(
+    group: RankGroup, family: str, changes: Mapping[str, int], tmp_path: Path
+) -> None:
+    directory = save_hybrid(tmp_path, family, **changes).directory
     expected = plain_answers(
         build_engine(configure_ranks(directory, 1, pool_bytes=POOL_BYTES).target).step, REQUESTS, COUNT
     )

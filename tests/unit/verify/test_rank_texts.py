@@ -38,6 +38,8 @@ def adapted(model_type: str, **changes: Any) -> PreTrainedConfig:
 FALCON_WITH_GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 2}
 SIX = {"hidden_size": 48, "num_attention_heads": 6}
 EIGHT = {"num_attention_heads": 8, "hidden_size": 64}
+SEVEN = {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 112}
+"""Seven query heads read each KV head, as in Qwen2.5-7B: of four ranks, two have three of them, and two have four."""
 FAMILIES: Mapping[int, Mapping[str, PreTrainedConfig]] = {
     2: {
         "phi": tiny.phi(num_key_value_heads=6),
@@ -67,12 +69,18 @@ FAMILIES: Mapping[int, Mapping[str, PreTrainedConfig]] = {
         "phi3": tiny.phi3(**EIGHT, num_key_value_heads=2),
         "gpt_oss": tiny.gpt_oss(**EIGHT, num_key_value_heads=2),
         "falcon with groups": adapted("falcon", **FALCON_WITH_GROUPS),
+        "falcon with alibi and one KV head": adapted("falcon", **SIX, alibi=True),
+        "gpt_bigcode with one KV head": adapted("gpt_bigcode", **SIX),
+        "qwen2 with seven heads": tiny.qwen2(**SEVEN),
+        "qwen3 with seven heads": tiny.qwen3(**SEVEN),
+        "phi3 with seven heads": tiny.phi3(**SEVEN),
+        "gpt_oss with seven heads": tiny.gpt_oss(**SEVEN),
     },
 }
 """Families by the number of ranks. With four ranks, two or four of them share each KV head."""
 CASES = [(ranks, name, "none") for ranks, families in FAMILIES.items() for name in families]
 CASES += [(2, name, "int8") for name in ("phi", "mixtral", "gpt_oss", "bloom")]
-CASES += [(3, "gpt2", "int8"), (4, "phi3", "int8")]
+CASES += [(3, "gpt2", "int8"), (4, "phi3", "int8"), (4, "qwen2 with seven heads", "int8")]
 
 
 @pytest.fixture(scope="module")

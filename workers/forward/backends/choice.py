@@ -104,13 +104,14 @@ def _open(plugin: BackendPlugin, setting: AttentionSetting, kind: StepKind) -> C
 
 def _problem(plugin: BackendPlugin, setting: AttentionSetting, kind: StepKind, ranks: int) -> str | None:
     """Why no rank uses the backend for steps of this kind; `None` if all of them can. Logs it."""
-    if problem := plugin.capabilities.problem(setting, kind):
+    problem = plugin.capabilities.problem(setting, kind)
+    if problem is not None:
         logger.debug("attention backend %s is not used for %s: %s", plugin.name, kind.value, problem)
-        return problem
     if plugin.name == REFERENCE:
-        return None
-    problem = _trial_problem(plugin, setting, kind)
-    # All ranks must run the same kernels.
+        return problem
+    if problem is None:
+        problem = _trial_problem(plugin, setting, kind)
+    # All ranks must run the same kernels, and a rank may have more query heads of a KV head than another.
     if least_of_all_ranks(int(problem is None), ranks):
         return None
     return problem or "it cannot be used on another rank"

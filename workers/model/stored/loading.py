@@ -30,7 +30,8 @@ from workers.forward.weights.experts import (
 )
 from workers.forward.weights.modules import StoredEmbedding, StoredLinear
 from workers.kv.start_memory import FreedMemory
-from workers.model.sharding import KV_HEADS, OwnPlan, head_counts, keep_own_part, rows_of_heads
+from workers.model.plan_styles import HEAD_INPUTS, KV_HEADS, QUERY_HEADS
+from workers.model.sharding import OwnPlan, check_heads, head_counts, keep_own_part, rows_of_heads
 from workers.model.share import Share
 from workers.model.stored.gguf_file import GgufFile
 from workers.model.stored.mxfp4 import BLOCK, ExpertRegion
@@ -86,7 +87,6 @@ def load_stored(
     with init_empty_weights(include_buffers=False), no_init_weights():
         module: PreTrainedModel = make()
     division = Division(module, share)
-    heads = share if share.ranks > 1 else None
     names = {id(owner): name for name, owner in module.named_modules()}
     embedding: Any = module.get_input_embeddings()
     head = module.get_output_embeddings()
@@ -112,7 +112,7 @@ def load_stored(
             elif (experts := _experts(child, own, checkpoint, dtype, share)) is not None:
                 setattr(parent, name, experts)
             else:
-                _fill(child, own, checkpoint, dtype, heads)
+                _fill(child, own, checkpoint, dtype, division)
     _fill_buffers(module, checkpoint)
     left = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if left:
@@ -148,21 +148,29 @@ class Cut:
     style: str | None
     """The plan's word for it; `None`: every rank has all of it."""
     share: Share
-    kv_heads: int
-    """KV heads of the model."""
+    heads: tuple[int, int]
+    """Query heads and KV heads of the model."""
     outputs: torch.Tensor | None = None
     """Indices of the outputs that a rank keeps of a fused projection, in place of a style."""
 
+    @property
+    def sums_ranks(self) -> bool:
+        """Whether the product is the sum of those of all ranks."""
+        return self.style in ("rowwise", HEAD_INPUTS)
+
     def region(self, shape: tuple[int, int], name: str) -> Region:
         """A rank's part of a matrix. Raises `ConfigurationError`."""
-        whole = Region.whole(shape)
+        whole, (heads, kv_heads) = Region.whole(shape), self.heads
+        if self.style in (QUERY_HEADS, HEAD_INPUTS):
+            own, is_cut = self.share.query_heads(heads, kv_heads), self.style == HEAD_INPUTS
+            rows = rows_of_heads(shape[is_cut], heads, own, name)
+            return Region(whole.outputs, rows) if is_cut else Region(rows, whole.inputs)
         if self.style == "rowwise":
             return Region(whole.outputs, self.share.of(shape[1], f"the inputs of {name}"))
         if self.style == "colwise":
             return Region(self.share.tokens(shape[0]), whole.inputs)
         if self.style == KV_HEADS:
-            own = self.share.kv_heads(self.kv_heads)
-            return Region(rows_of_heads(shape[0], self.kv_heads, own, name), whole.inputs)
+            return Region(rows_of_heads(shape[0], kv_heads, self.share.kv_heads(kv_heads), name), whole.inputs)
         if self.style is None:
             return whole
         raise ConfigurationError(
@@ -176,7 +184,7 @@ class Division:
 
     def __init__(self, module: PreTrainedModel, share: Share) -> None:
         """Raises `ConfigurationError` for a family whose layers are no usual linear ones, and are read whole."""
-        self._share, self._kv_heads = share, head_counts(module.config)[1]
+        self._share, self._heads = share, head_counts(module.config)
         self._own = OwnPlan(module.config, share)
         head = module.get_output_embeddings()
         named = {
@@ -189,15 +197,20 @@ class Division:
                 f"target.tensor_parallel: {share.ranks} is refused for stored weights of model type "
                 f"{module.config.model_type!r}; it must be 1, or target.quantization must be none or int8"
             )
+        check_heads(module, share)
 
     def of(self, name: str, layer: nn.Linear) -> Cut:
         """How a layer is divided. Raises `ConfigurationError` for a number of outputs that the ranks do not divide."""
         if self._share.ranks == 1:
-            return Cut(None, self._share, self._kv_heads)
+            return Cut(None, self._share, self._heads)
         if name not in self._own:
-            return Cut(self._plan.get(plan_name(name)), self._share, self._kv_heads)
+            return Cut(self._plan.get(plan_name(name)), self._share, self._heads)
         outputs = self._own.outputs(name, layer.out_features)
-        return Cut("rowwise" if outputs is None else None, self._share, self._kv_heads, outputs)
+        return Cut(self._own.style(name) if outputs is None else None, self._share, self._heads, outputs)
+
+    def sinks(self, count: int) -> slice:
+        """Those of `count` learned sinks that a rank has, one of each of its query heads."""
+        return self._share.query_heads(count, self._heads[1])
 
     def count_heads(self, name: str, attention: nn.Module, layer: nn.Linear) -> None:
         """See `OwnPlan.count_heads`."""
@@ -223,7 +236,7 @@ def _linear(
             storage = checkpoint.matrix(f"{name}.weight", shape, None if cut.style is None else region)
     except CutRefused as error:
         raise ConfigurationError(f"target.tensor_parallel: {cut.share.ranks} is refused: {name}: {error}") from error
-    if cut.style == "rowwise":
+    if cut.sums_ranks:
         return StoredLinear(storage, bias, sums_ranks=True)
     return StoredLinear(storage, None if bias is None else bias[region.outputs if cut.outputs is None else cut.outputs])
 
@@ -322,12 +335,12 @@ def _check_shape(checkpoint: StoredCheckpoint, name: str, found: torch.Tensor, w
         raise ModelLoadError(f"{str(checkpoint.path)!r}: {name!r} is {[*found.shape]}; it must be {[*wanted.shape]}")
 
 
-def _fill(owner: nn.Module, path: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, heads: Share | None) -> None:
-    """Read a module's own parameters, as vectors of norms. Of learned sinks, a rank keeps those of its `heads`."""
+def _fill(owner: nn.Module, path: str, checkpoint: StoredCheckpoint, dtype: torch.dtype, division: Division) -> None:
+    """Read a module's own parameters, as vectors of norms. Of learned sinks, a rank keeps those of its heads."""
     for name, parameter in list(owner.named_parameters(recurse=False)):
         full = f"{path}.{name}"
         values = checkpoint.vector(full) if parameter.dim() < 2 else checkpoint.matrix(full).dequantized()
         _check_shape(checkpoint, full, values, parameter)
-        if heads is not None and name == "sinks":
-            values = values[heads.of(len(values), f"the heads of {full}")]
+        if name == "sinks":
+            values = values[division.sinks(len(values))]
         setattr(owner, name, nn.Parameter(values.to(dtype), requires_grad=False))

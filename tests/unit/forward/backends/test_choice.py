@@ -15,7 +15,7 @@ from cluster.core.config.model_section import ModelSection
 from cluster.core.config.target_section import KvSection, TargetSection
 from cluster.core.errors import ConfigurationError
 from tests.support.models import tiny
-from workers.forward.backends import flash, triton
+from workers.forward.backends import choice, flash, triton
 from workers.forward.backends.base import (
     REFERENCE,
     AttentionSetting,
@@ -83,6 +83,18 @@ def test_a_backend_that_computes_the_same_as_the_reference_is_used_and_named(
     assert isinstance(chosen.backend, FlexBackend)
     assert chosen.capabilities.skips_unused_blocks
     assert "attention in CUDA graphs is computed by the backend flex" in caplog.text
+
+
+def test_a_rank_tells_the_others_that_a_backend_does_not_suit_it(
+    suited: AttentionSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have more query heads of a KV head than they have, and they have begun to ask."""
+    told: list[int] = []
+    monkeypatch.setattr(choice, "least_of_all_ranks", lambda number, _: told.append(number) or number)
+    narrow = replace(reference().capabilities, most_heads_per_kv=1)
+    plugins = [replace(reference(), name="narrow", capabilities=narrow), reference()]
+    assert choose_backend(suited, StepKind.RAGGED, 2, plugins).name == REFERENCE
+    assert told == [0]
 
 
 def test_a_backend_that_computes_something_else_is_not_used(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ PROJECTIONS += ("fc_in", "fc_out")
 FAMILIES = ("bloom", "codegen", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "opt", "persimmon")
 FAMILIES += ("biogpt", "phi3", "xglm")
 SIX = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2}
+OF_FOUR_RANKS = {
+    "phi3": SIX | {"num_key_value_heads": 2, "intermediate_size": 64},
+    "gpt_bigcode": SIX | {"n_inner": 64},
+}
+"""Three or six query heads read a KV head that two or four ranks share: some of these have one, and some two."""
 OF_THREE_RANKS = {"bloom": SIX, "mpt": SIX, "opt": SIX | {"ffn_dim": 96, "word_embed_proj_dim": 48}, "biogpt": SIX}
 
 
@@ -72,13 +78,20 @@ def counts(module: nn.Module) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(
-    ("family", "is_tied"), [*((family, False) for family in FAMILIES), ("opt", True), ("bloom", True)]
-)
+@pytest.mark.parametrize(("family", "is_tied"), [*product(FAMILIES, [False]), ("opt", True), ("bloom", True)])
 def test_a_rank_holds_what_it_holds_of_the_dequantized_weights(family: str, is_tied: bool, tmp_path: Path) -> None:
-    path, reference = written(tmp_path, config_of(family, is_tied=is_tied))
-    for rank in range(2):
-        own, share = deepcopy(reference), Share(rank, 2)
+    check_ranks(tmp_path, config_of(family, is_tied=is_tied), 2)
+
+
+@pytest.mark.parametrize("family", OF_FOUR_RANKS)
+def test_so_does_a_rank_that_has_more_heads_of_a_shared_kv_head_than_another(family: str, tmp_path: Path) -> None:
+    check_ranks(tmp_path, config_of(family, **OF_FOUR_RANKS[family]), 4)
+
+
+def check_ranks(directory: Path, config: PreTrainedConfig, ranks: int) -> None:
+    path, reference = written(directory, config)
+    for rank in range(ranks):
+        own, share = deepcopy(reference), Share(rank, ranks)
         divide(own, share, "none", CPU)
         wanted = dict(own.named_modules())
         found = read(path, share)

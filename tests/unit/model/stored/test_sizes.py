@@ -127,6 +127,15 @@ def test_a_rank_of_a_quantized_checkpoint_takes_what_it_holds(
     assert whole < 3 * most
 
 
+def test_the_rank_with_most_heads_is_counted_where_ranks_have_different_numbers_of_them(tmp_path: Path) -> None:
+    config = tiny.llama(**(SIZES | {"num_key_value_heads": 2, "intermediate_size": 256}), head_dim=32)
+    directory = tmp_path / "model"
+    write(tiny.save(tmp_path / "plain", config), directory, "awq")
+    taken = [held_bytes(rank_of(directory, directory, Share(rank, 4))) for rank in range(4)]
+    assert taken[0] < taken[1]
+    assert rank_bytes(directory, "bfloat16", 4) == max(taken)
+
+
 def mixed(folder: Path, *, tied: bool) -> Path:
     """The directory of a model that is stored in `model.gguf` beside it, in several types."""
     config = tiny.llama(**SIZES, head_dim=32, tie_word_embeddings=tied)

@@ -183,6 +183,20 @@ def test_two_ranks_share_each_kv_head_where_there_are_twice_as_many_ranks(
             assert torch.equal(own[key].storage.dequantized(), head), key
 
 
+@pytest.mark.parametrize("name", slow_but(["awq"], ["awq", "gptq in activation order", "compressed-tensors 4 bits"]))
+def test_ranks_have_different_numbers_of_heads_where_they_share_a_kv_head(name: str, tmp_path: Path) -> None:
+    """Three query heads read each of two KV heads: of four ranks, two have one of them, and two have two."""
+    config = tiny.llama(**(SIZES | {"num_key_value_heads": 2, "intermediate_size": 256}), head_dim=32)
+    write(tiny.save(tmp_path / "plain", config), tmp_path / "model", name)
+    whole = held(tmp_path / "model", Share(0, 1))
+    parts = [held(tmp_path / "model", Share(rank, 4)) for rank in range(4)]
+    for key in (key for key in whole if key.endswith(("q_proj", "o_proj"))):
+        own = [part[key].storage.dequantized() for part in parts]
+        is_cut = key.endswith("o_proj")
+        assert [one.shape[is_cut] // 32 for one in own] == [1, 2, 1, 2]
+        assert torch.equal(torch.cat(own, dim=int(is_cut)), whole[key].storage.dequantized()), key
+
+
 def test_ranks_that_cut_a_group_are_refused(sources: Callable[[str], Path], tmp_path: Path) -> None:
     write(sources("llama"), tmp_path / "model", "awq")
     with pytest.raises(ConfigurationError, match=r"o_proj: inputs 0 to 48 cut groups of 32 inputs into parts"):
