@@ -211,11 +211,12 @@ class TargetEngine:
             self._note_compute(rows)
             self._draft(rows.ready, verdicts)
         finished = time.perf_counter()
+        drafting = finished - verified if self._drafter is not None else 0.0
         result = StepResult(
             verdicts=tuple(verdicts[row.sequence_id] for row in batch.rows),
             kv=self._pool.occupancy(),
-            step_seconds=self._ahead.seconds_before(begun) + finished - begun,
-            draft_seconds=finished - verified if self._drafter is not None else 0.0,
+            step_seconds=max(drafting, self._ahead.seconds_before(begun) + finished - begun),
+            draft_seconds=drafting,
         )
         self._ahead.end(batch, result.verdicts)
         return result

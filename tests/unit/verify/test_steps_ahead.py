@@ -449,3 +449,25 @@ def test_a_step_takes_its_own_time_whenever_it_is_launched(
     gpu.now += gap
     assert engine.step(StepBatch((first_row("b", range(4, 34)),))).step_seconds == pytest.approx(0.03)
     engine.close()
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_no_step_takes_less_than_nothing_where_a_lost_pass_outlasts_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator refuses such a time. The GPU is done after the step and before its result is made."""
+    engine, pool, gpu = on_gpu(directory, monkeypatch)
+    row = first_row("a", range(3, 43))
+    row = following(row, engine.step(StepBatch((row,))).verdicts[0])
+    engine.step_ahead()
+    occupancy = pool.occupancy
+
+    def later() -> KvOccupancy:
+        gpu.wait()
+        return occupancy()
+
+    monkeypatch.setattr(pool, "occupancy", later)
+    result = engine.step(StepBatch((replace(row, sequence_id=SequenceId("unknown")),)))
+    assert result.verdicts[0].fault is not None
+    assert result.step_seconds == 0.0
+    engine.close()
