@@ -200,25 +200,33 @@ def _forbid_synchronization() -> Iterator[None]:
 
 @contextmanager
 def within_reserved(
-    reserved: int, held: Callable[[], int], *, what: str = "CUDA graphs", lacks: str = "activations"
+    reserved: int, held: Callable[[], int], setting: str, *, what: str = "CUDA graphs", lacks: str = "activations"
 ) -> Iterator[None]:
     """Compare how much memory of a device is taken inside with the bytes that were reserved for it, and warn of more.
 
     `held` returns the bytes that are taken so far. `what` takes them, and `lacks` names what has less if they are more.
+    `setting` leaves more of the device if it is lower.
     """
     before = held()
     yield
     taken = held() - before
     numbers = f"{what} took {taken} bytes of the GPU, and {reserved} bytes were reserved for them"
     if taken > reserved:
-        logger.warning("%s: what is missing is taken from %s; lower target.kv.memory_fraction", numbers, lacks)
+        logger.warning("%s: what is missing is taken from %s; lower %s", numbers, lacks, setting)
     else:
         logger.info("%s", numbers)
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that PyTorch's allocator holds, used or not; 0 on a CPU."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    """Bytes of a GPU that PyTorch's allocator holds for tensors and CUDA graphs; 0 on a CPU.
+
+    What it kept of freed tensors for later ones is given back first, as before each capture: this would hide what
+    graphs take.
+    """
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
 
 
 def peak_from_now(device: torch.device) -> Callable[[], int] | None:

@@ -123,7 +123,8 @@ class ModelRunner:
             self._compare_largest_step()
         if self.graphs is not None:
             device = self._model.device
-            with within_reserved(self._model.graph_bytes, lambda: allocated_bytes(device)):
+            setting, _ = self._pool.memory_setting
+            with within_reserved(self._model.graph_bytes, lambda: allocated_bytes(device), setting):
                 self.graphs.warm_up(self._partials)
 
     def _compare_largest_step(self) -> None:
@@ -137,13 +138,14 @@ class ModelRunner:
             return
         reserved, what = tokens * self._model.layer_bytes, f"the activations of a step of {tokens} tokens"
         rows = [(min(longest, tokens - begin), EMPTY_TREE) for begin in range(0, tokens, longest)]
+        setting, value = self._pool.memory_setting
         try:
-            with within_reserved(reserved, peak, what=what, lacks="CUDA graphs"):
+            with within_reserved(reserved, peak, setting, what=what, lacks="CUDA graphs"):
                 self._run_alone(rows)
         except torch.OutOfMemoryError as error:
             raise ConfigurationError(
-                f"target.kv.memory_fraction: {what} take more memory than the pool leaves of the GPU, where {reserved} "
-                "bytes were reserved for them; lower it or scheduler.max_step_tokens"
+                f"{setting}: {value} is refused: {what} take more memory than the pool leaves of the GPU, where "
+                f"{reserved} bytes were reserved for them; lower it or scheduler.max_step_tokens"
             ) from error
 
     def _run_alone(self, rows: Sequence[tuple[int, TokenTree]]) -> None:

@@ -27,6 +27,7 @@ from workers.kv.pool_size import (
     kept_prefix_states,
     kept_sequences,
     largest_step,
+    memory_setting,
     stored_type,
 )
 from workers.kv.spec import KvCacheSpec
@@ -124,6 +125,8 @@ class KvPool:
         )
         self.largest_step = largest_step(section)
         """Tokens of the step for whose activations a GPU has memory beside this pool; 0 if its section names none."""
+        self.memory_setting = memory_setting(spec, section)
+        """The key of the setting that says how much memory this pool takes, and its value."""
         self._device = spec.device
         self._ranks = spec.tensor_parallel
         self._moves: list[Path] | None = None

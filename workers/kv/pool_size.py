@@ -31,7 +31,7 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool =
     if budget is None:
         budget = int(_unreserved_bytes(spec, section) * memory_fraction(spec, section))
     elif spec.device.type == "cuda" and budget > (most := _unreserved_bytes(spec, section)):
-        name = "target.kv" if isinstance(section, KvSection) else "draft.model.kv"
+        name = _section_name(section)
         raise ConfigurationError(
             f"{name}.pool_bytes: {budget} is refused; it must be at most {most}, which weights, CUDA graphs and the "
             f"activations of the largest step leave of the GPU, or unset, which takes {name}.memory_fraction of that"
@@ -51,7 +51,7 @@ def blocks_that_fit(spec: KvCacheSpec, section: PoolSection, truncatable: bool =
         blocks = min(blocks, 2 * kept_sequences(section) * -(-spec.max_context_len // section.block_size))
     if blocks < 1:
         raise ConfigurationError(
-            f"kv.pool_bytes: a block of {section.block_size} tokens takes {size} bytes, "
+            f"{_section_name(section)}.pool_bytes: a block of {section.block_size} tokens takes {size} bytes, "
             f"and the pool may take {budget} bytes"
         )
     return int(blocks)
@@ -62,6 +62,18 @@ def memory_fraction(spec: KvCacheSpec, section: PoolSection) -> float:
     if section.memory_fraction is not None:
         return section.memory_fraction
     return GPU_FRACTION if spec.device.type == "cuda" and isinstance(section, KvSection) else USUAL_FRACTION
+
+
+def memory_setting(spec: KvCacheSpec, section: PoolSection) -> tuple[str, float]:
+    """The key of the setting that says how much memory a pool takes, and its value."""
+    name = _section_name(section)
+    if section.pool_bytes is not None:
+        return f"{name}.pool_bytes", section.pool_bytes
+    return f"{name}.memory_fraction", memory_fraction(spec, section)
+
+
+def _section_name(section: PoolSection) -> str:
+    return "target.kv" if isinstance(section, KvSection) else "draft.model.kv"
 
 
 def _unreserved_bytes(spec: KvCacheSpec, section: PoolSection) -> int:

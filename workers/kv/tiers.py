@@ -68,8 +68,11 @@ class Tiers:
 
     def start(self) -> None:
         """Allocate the host memory and make the directory. Raises `ConfigurationError` if memory is too small."""
-        if self._host_bytes > psutil.virtual_memory().available:
-            raise ConfigurationError(f"kv.host_bytes: {self._host_bytes} is more than the memory that is available")
+        if self._host_bytes > (available := psutil.virtual_memory().available):
+            raise ConfigurationError(
+                f"target.kv.host_bytes: {self._host_bytes} is refused; it must be at most the memory that is "
+                f"available, {available}"
+            )
         if self._host_bytes >= self._block_bytes:
             self._host = _HostTier(self._host_bytes, self._block_bytes, pinned=self._device.type == "cuda")
         if self._disk is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.core.config.model_section import ModelSection
+from cluster.core.config.model_section import ModelSection, PoolSection
 from cluster.core.config.target_section import KvSection
 from cluster.core.errors import ConfigurationError
 from tests.support.models import tiny
@@ -38,22 +38,45 @@ class Graphs:
 
 
 @pytest.mark.parametrize("excess", [-1, 0, 1])
+@pytest.mark.parametrize(
+    ("section", "setting"),
+    [
+        (KvSection(block_size=4), "target.kv.memory_fraction"),
+        (KvSection(block_size=4, pool_bytes=1 << 20), "target.kv.pool_bytes"),
+        (PoolSection(block_size=4), "draft.model.kv.memory_fraction"),
+    ],
+    ids=["target", "target with its size", "draft"],
+)
 def test_graphs_that_take_more_than_was_reserved_are_warned_of_with_both_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, excess: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    section: PoolSection,
+    setting: str,
+    excess: int,
 ) -> None:
     model = load_model(
         ModelSection(path=str(tiny.save(tmp_path, tiny.llama())), device="cpu", compile="off", native="off")
     )
-    graphs = Graphs(model.graph_bytes + excess)
+    graphs, pool = Graphs(model.graph_bytes + excess), KvPool(model.kv_spec, section, 100)
     monkeypatch.setattr(runners, "make_graph_runner", lambda *_: graphs)
     monkeypatch.setattr(runners, "allocated_bytes", lambda _: graphs.held)
-    runner = ModelRunner(model, KvPool(model.kv_spec, KvSection(block_size=4), 100))
+    runner = ModelRunner(model, pool)
     with caplog.at_level(logging.INFO, "workers.forward.captured_passes"):
         runner.warm_up()
     (said,) = [one for one in caplog.records if "reserved" in one.getMessage()]
     assert (said.levelno == logging.WARNING) is (excess > 0)
     assert f"{model.graph_bytes + excess} bytes" in said.getMessage()
     assert f"{model.graph_bytes} bytes were reserved" in said.getMessage()
+    assert said.getMessage().endswith(f"; lower {setting}") is (excess > 0)
+
+
+def test_what_is_kept_of_freed_tensors_does_not_hide_what_graphs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest step leaves much of it, and each capture gives it back."""
+    kept = [1000]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: BEFORE + sum(kept))
+    assert allocated_bytes(torch.device("cuda", 0)) == BEFORE
 
 
 class Steps:
@@ -107,9 +130,8 @@ def test_a_gpu_without_memory_for_the_largest_step_is_refused_at_the_start(
     )
     Steps(monkeypatch, model.layer_bytes, most=99)
     pool = KvPool(model.kv_spec, KvSection(block_size=4, step_tokens=100), 100)
-    with pytest.raises(
-        ConfigurationError, match=r"memory_fraction: the activations of a step of 100 tokens"
-    ) as refused:
+    said = r"target\.kv\.memory_fraction: 0\.1 is refused: the activations of a step of 100 tokens"
+    with pytest.raises(ConfigurationError, match=said) as refused:
         ModelRunner(model, pool).warm_up()
     assert f"{100 * model.layer_bytes} bytes were reserved" in str(refused.value)
     assert pool.blocks_free == pool.blocks_total

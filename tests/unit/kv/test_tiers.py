@@ -101,7 +101,7 @@ def test_content_of_another_size_is_refused(host: Tiers) -> None:
 
 
 def test_more_host_memory_than_is_available_is_refused_before_allocation() -> None:
-    with pytest.raises(ConfigurationError, match=r"kv\.host_bytes"):
+    with pytest.raises(ConfigurationError, match=r"target\.kv\.host_bytes: \d+ is refused; it must be at most .*, \d+"):
         Tiers(KvSection(host_bytes=1 << 60), BLOCK_BYTES, CPU).start()
 
 
