@@ -5,7 +5,7 @@ The module imports no other one of Pilotfish, so that commands can check it at o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +13,19 @@ from typing import Any
 def stated_counts(values: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     """Query heads and KV heads by a model's `config.json`; one for each rank if it does not state them."""
     heads = int(values.get("num_attention_heads") or values.get("n_head") or ranks)
-    return heads, int(values.get("num_key_value_heads") or heads)
+    return heads, kv_heads_of(values.get, heads)
+
+
+def kv_heads_of(stated: Callable[[str], Any], heads: int) -> int:
+    """KV heads of a model with so many query heads.
+
+    `stated` returns what its configuration says of a name, and `None` of what it does not say.
+    """
+    if stated("model_type") not in ("falcon", "gpt_bigcode"):
+        return int(stated("num_key_value_heads") or heads)
+    if stated("new_decoder_architecture"):
+        return int(stated("num_kv_heads") or heads)
+    return 1 if stated("multi_query") in (None, True) else heads
 
 
 def ranks_that_divide(heads: int, kv_heads: int) -> list[int]:

@@ -24,7 +24,7 @@ from workers.forward.adapters.base import OWN_HEADS
 from workers.forward.layer_lists import plan_name
 from workers.forward.weights.choice import store
 from workers.forward.weights.modules import StoredLinear
-from workers.model.head_counts import ranks_that_divide
+from workers.model.head_counts import kv_heads_of, ranks_that_divide
 from workers.model.plan_styles import HEAD_INPUTS, KV_HEADS, OWN_EXPERTS, QUERY_HEADS, WHOLE_EXPERTS, register_styles
 from workers.model.share import Share
 
@@ -148,11 +148,7 @@ def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
     """Query heads and KV heads of the decoder."""
     text = config.get_text_config()
     heads = int(getattr(text, "decoder_attention_heads", None) or text.num_attention_heads)
-    if text.model_type in ("falcon", "gpt_bigcode"):
-        if getattr(text, "new_decoder_architecture", False):
-            return heads, int(text.num_kv_heads)
-        return heads, 1 if text.multi_query else heads
-    return heads, int(getattr(text, "num_key_value_heads", None) or heads)
+    return heads, kv_heads_of(lambda name: getattr(text, name, None), heads)
 
 
 def check_divisible(config: PreTrainedConfig, tensor_parallel: int) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
+from typing import Any
 
 import pytest
+from transformers import FalconConfig, GPTBigCodeConfig, PreTrainedConfig, Qwen2Config
 
 from cluster.core.errors import ConfigurationError
-from workers.model.head_counts import describe_shared_heads, most_held, ranks_that_divide
+from workers.model.head_counts import describe_shared_heads, most_held, ranks_that_divide, stated_counts
+from workers.model.sharding import head_counts
 from workers.model.share import Share
 
 QWEN = (28, 4)
 """Query heads and KV heads of Qwen2.5-7B."""
+GROUPS: dict[str, Any] = {"hidden_size": 8192, "new_decoder_architecture": True}
 
 
 def test_ranks_divide_the_kv_heads_or_are_a_multiple_of_them() -> None:
@@ -19,6 +24,24 @@ def test_ranks_divide_the_kv_heads_or_are_a_multiple_of_them() -> None:
     assert ranks_that_divide(6, 3) == [1, 3, 6]
     assert ranks_that_divide(6, 6) == [1, 2, 3, 6]
     assert ranks_that_divide(5, 1) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [
+        (Qwen2Config(hidden_size=3584, num_attention_heads=28, num_key_value_heads=4), QWEN),
+        (FalconConfig(num_attention_heads=71), (71, 1)),
+        (FalconConfig(num_attention_heads=71, multi_query=False), (71, 71)),
+        (FalconConfig(num_attention_heads=128, num_kv_heads=8, **GROUPS), (128, 8)),
+        (GPTBigCodeConfig(n_head=48), (48, 1)),
+        (GPTBigCodeConfig(n_head=48, multi_query=False), (48, 48)),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_commands_count_the_heads_of_a_file_as_loading_does(config: PreTrainedConfig, counts: tuple[int, int]) -> None:
+    """Else `plan` and the checks before a start refuse ranks that can divide them."""
+    assert head_counts(config) == counts
+    assert stated_counts(json.loads(config.to_json_string()), 2) == counts
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 12, 24, 28])

@@ -17,7 +17,7 @@ from workers.forward.weights.modules import StoredLinear
 from workers.model.sharding import check_divisible, complete_plan, divide, keep_own_part
 from workers.model.share import Share
 
-SEVEN = {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 112}
+SEVEN: dict[str, Any] = {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 112}
 """Seven query heads read each KV head, as in Qwen2.5-7B."""
 RANKS = 4
 HEADS = ([0, 1, 2], [3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13])
