@@ -479,13 +479,20 @@ def _matrix(layer: Any) -> torch.Tensor:
 
 
 def keep_outputs(layer: Any, outputs: slice | torch.Tensor) -> None:
-    """Reduce a linear layer to some of its outputs. An embedding that is tied to it keeps its weights."""
+    """Reduce a linear layer to some of its outputs, and free the others. An embedding that is tied to it keeps its
+    weights.
+    """
     weight = _matrix(layer)[outputs]
     is_transposed = isinstance(layer, Conv1D)
-    layer.weight = nn.Parameter((weight.t() if is_transposed else weight).contiguous(), requires_grad=False)
+    layer.weight = _own_parameter(weight.t() if is_transposed else weight)
     setattr(layer, "nf" if is_transposed else "out_features", weight.shape[0])
     if layer.bias is not None:
-        layer.bias = nn.Parameter(layer.bias.detach()[outputs].contiguous(), requires_grad=False)
+        layer.bias = _own_parameter(layer.bias.detach()[outputs])
+
+
+def _own_parameter(part: torch.Tensor) -> nn.Parameter:
+    """A copy of a part of a tensor: as long as a view of it is held, so is all of its memory."""
+    return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
 def _range(part: slice) -> torch.Tensor:

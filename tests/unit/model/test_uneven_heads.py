@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from cluster.core.errors import ConfigurationError
 from tests.support.models import tiny
 from tests.zoo.configs import tiny_config
 from workers.forward.weights.modules import StoredLinear
-from workers.model.sharding import check_divisible, complete_plan, divide, keep_own_part
+from workers.model.sharding import check_divisible, complete_plan, divide, keep_outputs, keep_own_part
 from workers.model.share import Share
 
 SEVEN: dict[str, Any] = {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 112}
@@ -45,6 +47,17 @@ def ranks_of(config: PreTrainedConfig) -> tuple[Any, list[Any]]:
         keep_own_part(model, Share(rank, RANKS))
         parts.append(model.model.layers[0].self_attn)
     return drawn(config).model.layers[0].self_attn, parts
+
+
+@pytest.mark.parametrize("outputs", [slice(2, 4), torch.tensor([1, 5])], ids=["neighbours", "others"])
+@pytest.mark.parametrize("layer", [nn.Linear(3, 8), Conv1D(8, 3)], ids=lambda layer: type(layer).__name__)
+def test_what_is_kept_of_a_layer_takes_no_memory_of_the_others(
+    layer: nn.Linear | Conv1D, outputs: slice | torch.Tensor
+) -> None:
+    whole, own = layer(torch.eye(3))[:, outputs], deepcopy(layer)
+    keep_outputs(own, outputs)
+    assert torch.equal(own(torch.eye(3)), whole)
+    assert all(one.untyped_storage().nbytes() == one.nbytes for one in own.parameters())
 
 
 @pytest.mark.parametrize("make", [tiny.qwen2, tiny.qwen3, tiny.gpt_oss])
