@@ -55,7 +55,7 @@ def logits(model: LoadedModel) -> torch.Tensor:
     ):
         for row in rows:
             pool.reserve(row.table, row.end)
-        found.append(runner.forward(rows))
+        found.append(runner.forward(rows).clone())
         for row in rows:
             runner.commit(row)
     return torch.cat(found)
