@@ -401,7 +401,7 @@ def _needs(
     if section.load_format == "dummy":  # the import takes seconds
         from workers.model.weight_counts import count_weights
 
-        weights = count_weights(directory).parameters * DTYPE_BYTES[section.dtype]
+        weights = ceil(Fraction(count_weights(directory).parameters * DTYPE_BYTES[section.dtype], ranks))
     elif section.quantization == "stored":
         is_whole = isinstance(section, TargetSection) and section.enable_expert_parallel
         weights = _stored_bytes(directory, section.dtype, ranks, on_gpu=role.device != "cpu", expert_parallel=is_whole)

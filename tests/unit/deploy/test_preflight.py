@@ -22,6 +22,7 @@ from tests.support.models import tiny_tokenizer
 from workers.forward.graph_memory import ModelSizes
 from workers.model.draft_card import DraftCard
 from workers.model.draft_shapes import HeadsShape
+from workers.model.weight_counts import WeightCounts
 from workers.serve.configuration import load_configuration
 
 LAPTOP = Resources(cpus=2, gpus=0, memory_bytes=8 << 30)
@@ -296,6 +297,18 @@ def test_weights_and_pools_beyond_the_memory_are_refused(tmp_path: Path) -> None
     line = only(preflight.memory_problems(configuration, plan(configuration, [LAPTOP]), [LAPTOP], directory, None))
 
     assert line.startswith("memory of this machine: needed 9.0 GiB for weights and KV, found 8.0 GiB free;")
+
+
+def test_ranks_divide_random_weights_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = WeightCounts(parameters=4 << 30, multiply_adds=0)
+    monkeypatch.setattr("workers.model.weight_counts.count_weights", lambda _: counts)
+    ranks = {"target.load_format": "dummy", "target.tensor_parallel": 3, "target.kv.pool_bytes": 1 << 30}
+    configuration = load_configuration({}, ranks | {"target.dtype": "bfloat16"})
+    placement = plan(configuration, [LAPTOP])
+
+    line = only(preflight.memory_problems(configuration, placement, [LAPTOP], model_directory(tmp_path / "m"), None))
+
+    assert line.startswith("memory of this machine: needed 11.0 GiB for weights and KV, found 8.0 GiB free;")
 
 
 def test_a_draft_on_the_targets_gpu_needs_memory_there_beside_the_target(tmp_path: Path) -> None:
