@@ -280,24 +280,22 @@ def keep_own_part(module: PreTrainedModel, share: Share, quantization: str = "no
             style = plan.get(plan_name(f"{path}.{name}"), "")
             if style in parts and (layer := getattr(attention, name, None)) is not None:
                 attention.num_key_value_groups = len(_range(queries)) // len(_range(keys))
-                setattr(attention, name, _of_own_heads(layer, style, *parts[style], quantization))
+                heads, own = parts[style]
+                if isinstance(layer, nn.Parameter) and len(layer) == heads:  # that of a stored model is reduced already
+                    setattr(attention, name, nn.Parameter(layer.detach()[own].clone(), requires_grad=False))
+                elif type(layer) is nn.Linear:  # one of a stored model was read in this rank's part
+                    count = layer.in_features if style == HEAD_INPUTS else layer.out_features
+                    rows = rows_of_heads(count, heads, own, share, f"{path}.{name}")
+                    setattr(attention, name, _of_own_heads(layer, style, rows, quantization))
 
 
-def _of_own_heads(layer: Any, style: str, heads: int, own: slice, quantization: str) -> Any:
-    """A layer of an attention, or a parameter with a number of each head, reduced to some heads.
-
-    One of a stored model was read in this rank's part, and is returned as it is.
-    """
-    if isinstance(layer, nn.Parameter):
-        return nn.Parameter(layer.detach()[own].clone(), requires_grad=False) if len(layer) == heads else layer
-    if type(layer) is not nn.Linear:
-        return layer
+def _of_own_heads(layer: nn.Linear, style: str, own: slice, quantization: str) -> nn.Module:
+    """A layer of an attention, reduced to its `own` outputs, or inputs."""
     if style == HEAD_INPUTS:
-        inputs = rows_of_heads(layer.in_features, heads, own, "the layer after attention")
-        weight = layer.weight.detach()[:, inputs].contiguous()
+        weight = layer.weight.detach()[:, own].contiguous()
         bias = None if layer.bias is None else layer.bias.detach()
         return StoredLinear(store(weight, quantization, cut_inputs=True), bias, sums_ranks=True)
-    keep_outputs(layer, rows_of_heads(layer.out_features, heads, own, "a projection of attention"))
+    keep_outputs(layer, own)
     return layer
 
 
@@ -340,11 +338,12 @@ def _zeroes_padding(module: PreTrainedModel) -> bool:
     return not bool(tried.weight.any())
 
 
-def rows_of_heads(count: int, heads: int, own: slice, what: str) -> slice:
+def rows_of_heads(count: int, heads: int, own: slice, share: Share, what: str) -> slice:
     """Of the outputs or inputs of a layer, those of some of its heads. Raises `ConfigurationError`."""
     if count % heads:
         raise ConfigurationError(
-            f"target.tensor_parallel: {what} has {count} outputs or inputs, which are no {heads} heads"
+            f"target.tensor_parallel: {share.ranks} is refused: {what} has {count} outputs or inputs, which are no "
+            f"{heads} heads; it must be 1"
         )
     size = count // heads
     return slice(own.start * size, own.stop * size)
@@ -367,7 +366,9 @@ def divide(module: PreTrainedModel, share: Share, quantization: str, device: tor
             continue
         weight, (parent, _, name) = _matrix(layer), path.rpartition(".")
         count, is_attention = weight.shape[1], "att" in place
-        own = rows_of_heads(count, counts[0], share.query_heads(*counts), path) if is_attention else share.tokens(count)
+        own = share.tokens(count)
+        if is_attention:
+            own = rows_of_heads(count, counts[0], share.query_heads(*counts), share, path)
         bias = getattr(layer, "bias", None)
         bias = None if bias is None else bias.detach().to(device)
         cut_weight = weight[:, own].contiguous().to(device)
@@ -422,7 +423,7 @@ def _own_outputs(cut: _Cut, outputs: int, counts: tuple[int, int], share: Share,
     if cut is _Cut.GATE_AND_COLUMNS:
         own = _range(share.tokens(outputs // 2))
         return torch.cat((own, own + outputs // 2))
-    size = rows_of_heads(outputs, counts[0] + 2 * counts[1], slice(0, 1), what).stop
+    size = rows_of_heads(outputs, counts[0] + 2 * counts[1], slice(0, 1), share, what).stop
     return torch.cat([_range(slice(one * size, (one + 1) * size)) for one in _own_heads(cut, counts, share)])
 
 
@@ -479,9 +480,7 @@ def _matrix(layer: Any) -> torch.Tensor:
 
 
 def keep_outputs(layer: Any, outputs: slice | torch.Tensor) -> None:
-    """Reduce a linear layer to some of its outputs, and free the others. An embedding that is tied to it keeps its
-    weights.
-    """
+    """Reduce a linear layer to some of its outputs, and free the others, unless an embedding is tied to it."""
     weight = _matrix(layer)[outputs]
     is_transposed = isinstance(layer, Conv1D)
     layer.weight = _own_parameter(weight.t() if is_transposed else weight)

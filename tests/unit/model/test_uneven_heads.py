@@ -121,6 +121,16 @@ def test_families_whose_attention_is_divided_evenly_alone_are_refused_by_name() 
         check_divisible(doge, RANKS)
 
 
+def test_a_layer_whose_outputs_are_no_heads_is_refused_by_its_name() -> None:
+    config = tiny.qwen2(**(SEVEN | {"num_attention_heads": 8, "hidden_size": 64}))
+    complete_plan(config, Share(0, RANKS))
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.model.layers[1].self_attn.v_proj.out_features = 17
+    refused = r"4 is refused: model\.layers\.1\.self_attn\.v_proj has 17 outputs .* no 2 heads; it must be 1"
+    with pytest.raises(ConfigurationError, match=refused):
+        keep_own_part(model, Share(0, RANKS))
+
+
 def test_layers_with_other_numbers_of_heads_than_the_configuration_are_refused() -> None:
     config = tiny.qwen2(**SEVEN)
     complete_plan(config, Share(0, RANKS))

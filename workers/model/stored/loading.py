@@ -163,14 +163,15 @@ class Cut:
         whole, (heads, kv_heads) = Region.whole(shape), self.heads
         if self.style in (QUERY_HEADS, HEAD_INPUTS):
             own, is_cut = self.share.query_heads(heads, kv_heads), self.style == HEAD_INPUTS
-            rows = rows_of_heads(shape[is_cut], heads, own, name)
+            rows = rows_of_heads(shape[is_cut], heads, own, self.share, name)
             return Region(whole.outputs, rows) if is_cut else Region(rows, whole.inputs)
         if self.style == "rowwise":
             return Region(whole.outputs, self.share.of(shape[1], f"the inputs of {name}"))
         if self.style == "colwise":
             return Region(self.share.tokens(shape[0]), whole.inputs)
         if self.style == KV_HEADS:
-            return Region(rows_of_heads(shape[0], kv_heads, self.share.kv_heads(kv_heads), name), whole.inputs)
+            own = self.share.kv_heads(kv_heads)
+            return Region(rows_of_heads(shape[0], kv_heads, own, self.share, name), whole.inputs)
         if self.style is None:
             return whole
         raise ConfigurationError(
