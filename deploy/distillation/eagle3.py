@@ -94,7 +94,7 @@ class Run(SingleProcess):
         vocabulary = self.vocabulary(texts) if begun is None else begun.vocabulary
         taps = self.taps()
         train = self.lengthened(texts.train)
-        self.check_memory(train, texts, text_bytes(shape_of(self.config, taps, is_normed=True), self.dtype.itemsize))
+        self.check_memory(train, texts, text_bytes(self._shape(taps), self.dtype.itemsize))
         states = self._states(train, (self.peers.rank, self.peers.count))
         measured = {name: self._states(answers) for name, answers in texts.measured.items()}
         head = self._head(taps, vocabulary)
@@ -129,15 +129,20 @@ class Run(SingleProcess):
         self.tell(f"hidden states of {len(answers):,} texts, {states.tokens:,} tokens")
         return states
 
+    def _shape(self, taps: Sequence[int]) -> FeatureShape:
+        """The sizes of the head: those of the one that it begins as, or of the target's layers."""
+        if self.begun is None:
+            return shape_of(self.config, taps, is_normed=self.options.tap_norm == "each")
+        shape = self.begun.card.shape
+        if not isinstance(shape, FeatureShape):
+            raise TypeError(f"{type(shape).__name__} is no shape of an EAGLE-3 head")
+        return shape
+
     def _head(self, taps: Sequence[int], vocabulary: Sequence[int]) -> Eagle3Head:
         """A head on the target's device. It begins as another one, or as the target's last layer."""
         torch.manual_seed(self.options.seed)
         begun = self.begun
-        is_normed = self.options.tap_norm == "each"
-        shape = begun.card.shape if begun is not None else shape_of(self.config, taps, is_normed=is_normed)
-        if not isinstance(shape, FeatureShape):
-            raise TypeError(f"{type(shape).__name__} is no shape of an EAGLE-3 head")
-        head = Eagle3Head(shape, len(vocabulary)).to(self.device)
+        head = Eagle3Head(self._shape(taps), len(vocabulary)).to(self.device)
         if begun is not None:
             head.load_state_dict(begun.tensors(self.device) | {LM_HEAD: begun.head(scaled_head(self.target)).float()})
         else:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.core.errors import ConfigurationError
-from deploy.distillation import dspark, eagle3
+from deploy.distillation import dspark, eagle3, single_process
 from tests.support.models import tiny
 from tests.support.models.computed_states import ComputedStates
 from tests.unit.distill.training_folder import LAYERS, LENGTH, PROMPT, Folder
@@ -23,6 +23,7 @@ from workers.distill.target_model import load_target
 from workers.model import kernel_handover
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.speculators import write_eagle3
+from workers.model.target_ends import read_config
 
 REDUCED = ("--vocabulary-size", "48")
 STILL = ("--learning-rate", "0")
@@ -31,6 +32,15 @@ STILL = ("--learning-rate", "0")
 
 def draft_of(folder: Folder) -> Path:
     return folder.path / "out"
+
+
+def write_head(directory: Path, config: Any, taps: tuple[int, ...]) -> None:
+    """Write a head that reads these hidden states of a target with this configuration, with random weights."""
+    directory.mkdir()
+    head = Eagle3Head(eagle3.shape_of(config, taps, is_normed=True), tiny.VOCABULARY)
+    card = DraftDescription("tiny", tiny.VOCABULARY, 48, (), tiny.VOCABULARY, kind="eagle", taps=taps, shape=head.shape)
+    every = torch.arange(tiny.VOCABULARY)
+    write_eagle3(directory, card, head.weights(every), architectures=(), speculative_tokens=2)
 
 
 @pytest.mark.slow
@@ -141,12 +151,7 @@ def test_a_head_may_read_the_state_after_the_last_layer(
     directory = tiny.save(tmp_path / "target", tiny.llama(num_hidden_layers=LAYERS, tie_word_embeddings=True))
     target = load_target(directory, torch.device("cpu"))
     taps = (1, LAYERS)
-    config: Any = target.config
-    head = Eagle3Head(eagle3.shape_of(config, taps, is_normed=True), tiny.VOCABULARY)
-    (tmp_path / "start").mkdir()
-    card = DraftDescription("tiny", tiny.VOCABULARY, 48, (), tiny.VOCABULARY, kind="eagle", taps=taps, shape=head.shape)
-    every = torch.arange(tiny.VOCABULARY)
-    write_eagle3(tmp_path / "start", card, head.weights(every), architectures=(), speculative_tokens=2)
+    write_head(tmp_path / "start", target.config, taps)
     used: list[bool] = []
     load = kernel_handover.try_native_kernels
 
@@ -167,3 +172,21 @@ def test_a_head_may_read_the_state_after_the_last_layer(
         first, last = ComputedStates(target, (1,)).of(answer).chunk(2, dim=-1)
         expected = torch.cat([first, last, last], dim=-1)
         torch.testing.assert_close(stored.of(answer).float(), expected, rtol=2**-7, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_a_head_goes_on_for_a_target_whose_layers_a_new_one_could_not_have(
+    directory: Path, tmp_path: Path, answers: tuple[Answer, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mixture of experts alone, whose configuration has no size of a dense layer."""
+    write_head(tmp_path / "start", read_config(directory), (1, 2))
+
+    def refuse(*_: object) -> None:
+        raise ConfigurationError("its layers are unlike Llama's")
+
+    monkeypatch.setattr(single_process, "layer_shape", refuse)
+
+    folder = Folder("eagle3", tmp_path / "folder", directory, answers[:4])
+    weights = folder.train("--start", str(tmp_path / "start"), "--precision", "float32", "--long-share", "0")
+
+    assert "lm_head.weight" in weights
