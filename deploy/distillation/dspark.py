@@ -17,18 +17,13 @@ import torch
 from cluster.core.errors import ConfigurationError
 from deploy.dataclass_options import number_list
 from deploy.distillation.execute import execute, run_command
-from deploy.distillation.single_process import (
-    SingleProcess,
-    Texts,
-    checked,
-    common_options,
-    layers_like,
-)
+from deploy.distillation.single_process import SingleProcess, Texts, checked, common_options
 from workers.distill.answers import Answer
 from workers.distill.dspark.memory import text_bytes
 from workers.distill.dspark.module import SparkModule
 from workers.distill.dspark.rows import TextRows
 from workers.distill.dspark.training import BlockPlan, BlockTraining
+from workers.distill.modules.module_plan import layers_like
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.registry import DraftWeights
 from workers.model.formats.speculators import write_dspark
@@ -108,6 +103,14 @@ class Run(SingleProcess):
             return tuple(given)
         return tuple(max(0, number) for number in ((0, *range(last - layers + 2, last + 1)) if layers > 1 else (last,)))
 
+    def shape(self) -> MaskedBlockShape:
+        if self.begun is None:
+            return block_shape(self.config, self.options, len(self.taps()))
+        shape = self.begun.card.shape
+        if not isinstance(shape, MaskedBlockShape):
+            raise TypeError(f"{type(shape).__name__} is no shape of a DSpark drafter")
+        return shape
+
     def vocabulary(self, texts: Texts) -> tuple[int, ...]:
         """The tokens that the drafter can propose: the frequent ones in the answers, or all."""
         if self.begun is not None:
@@ -158,10 +161,7 @@ class Run(SingleProcess):
         torch.manual_seed(chosen.seed)
         decoder = self.target.get_decoder()
         embedding = self.target.get_input_embeddings().get_parameter("weight").detach()
-        shape = begun.card.shape if begun is not None else block_shape(self.config, chosen, len(taps))
-        if not isinstance(shape, MaskedBlockShape):
-            raise TypeError(f"{type(shape).__name__} is no shape of a DSpark drafter")
-        module = SparkModule(shape, embedding, scale).to(self.device)
+        module = SparkModule(self.shape(), embedding, scale).to(self.device)
         if begun is not None:
             module.load(begun.tensors(self.device))
         else:

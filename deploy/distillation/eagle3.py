@@ -14,19 +14,14 @@ from typing import Any
 import torch
 
 from deploy.distillation.execute import execute, run_command
-from deploy.distillation.single_process import (
-    SingleProcess,
-    Texts,
-    checked,
-    common_options,
-    layers_like,
-)
+from deploy.distillation.single_process import SingleProcess, Texts, checked, common_options
 from workers.distill.answers import Answer
 from workers.distill.divergence import DIVERGENCES, FORWARD_KL
 from workers.distill.eagle3.head import LM_HEAD, Eagle3Head
 from workers.distill.eagle3.memory import text_bytes
 from workers.distill.eagle3.states import TextStates
 from workers.distill.eagle3.training import RollOutPlan, RollOutTraining
+from workers.distill.modules.module_plan import layers_like
 from workers.model.draft_card import DraftDescription
 from workers.model.formats.speculators import write_eagle3
 from workers.model.public_shapes import FeatureShape
@@ -80,6 +75,14 @@ class Run(SingleProcess):
     def first_layers(self) -> tuple[int, ...]:
         return (int(self.config.num_hidden_layers) - 1,)
 
+    def shape(self) -> FeatureShape:
+        if self.begun is None:
+            return shape_of(self.config, self.taps(), is_normed=self.options.tap_norm == "each")
+        shape = self.begun.card.shape
+        if not isinstance(shape, FeatureShape):
+            raise TypeError(f"{type(shape).__name__} is no shape of an EAGLE-3 head")
+        return shape
+
     def vocabulary(self, texts: Texts) -> tuple[int, ...]:
         """The tokens that are frequent in the answers, or those of the head that is trained further."""
         if self.begun is None:
@@ -94,7 +97,7 @@ class Run(SingleProcess):
         vocabulary = self.vocabulary(texts) if begun is None else begun.vocabulary
         taps = self.taps()
         train = self.lengthened(texts.train)
-        self.check_memory(train, texts, text_bytes(self._shape(taps), self.dtype.itemsize))
+        self.check_memory(train, texts, text_bytes(self.shape(), self.dtype.itemsize))
         states = self._states(train, (self.peers.rank, self.peers.count))
         measured = {name: self._states(answers) for name, answers in texts.measured.items()}
         head = self._head(taps, vocabulary)
@@ -129,20 +132,11 @@ class Run(SingleProcess):
         self.tell(f"hidden states of {len(answers):,} texts, {states.tokens:,} tokens")
         return states
 
-    def _shape(self, taps: Sequence[int]) -> FeatureShape:
-        """The sizes of the head: those of the one that it begins as, or of the target's layers."""
-        if self.begun is None:
-            return shape_of(self.config, taps, is_normed=self.options.tap_norm == "each")
-        shape = self.begun.card.shape
-        if not isinstance(shape, FeatureShape):
-            raise TypeError(f"{type(shape).__name__} is no shape of an EAGLE-3 head")
-        return shape
-
     def _head(self, taps: Sequence[int], vocabulary: Sequence[int]) -> Eagle3Head:
         """A head on the target's device. It begins as another one, or as the target's last layer."""
         torch.manual_seed(self.options.seed)
         begun = self.begun
-        head = Eagle3Head(self._shape(taps), len(vocabulary)).to(self.device)
+        head = Eagle3Head(self.shape(), len(vocabulary)).to(self.device)
         if begun is not None:
             head.load_state_dict(begun.tensors(self.device) | {LM_HEAD: begun.head(scaled_head(self.target)).float()})
         else:

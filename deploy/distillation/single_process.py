@@ -35,7 +35,6 @@ from workers.distill.device_training import DeviceTraining
 from workers.distill.eagle3.states import lengthened
 from workers.distill.job import ReadStates
 from workers.distill.memory import check_texts
-from workers.distill.modules.module_plan import layer_shape
 from workers.distill.modules.tap_cache import Report, TapCache, states_of
 from workers.distill.options import refuse_equal_names
 from workers.distill.output import replaced_directory
@@ -47,7 +46,7 @@ from workers.distill.vocabulary import frequent_tokens
 from workers.kv.pool_size import free_bytes
 from workers.model.dequantized import weights_in_words
 from workers.model.model_files import end_of_sequence_ids, resolve_model_directory
-from workers.model.public_shapes import DecoderShape, FeatureShape, MaskedBlockShape, RopeShape
+from workers.model.public_shapes import FeatureShape, MaskedBlockShape
 from workers.model.stored.quantized_checkpoint import QuantizedCheckpoint, is_dequantized
 from workers.model.stored.source import stored_alone
 from workers.model.target_ends import read_config
@@ -110,22 +109,6 @@ def checked(chosen: argparse.Namespace, bounds: Mapping[str, tuple[int, int]]) -
     if chosen.workers > 1 and chosen.steps is None:
         raise ConfigurationError("--workers: needed --steps with several processes")
     return chosen
-
-
-def layers_like(config: Any, layers: int) -> DecoderShape:
-    """Llama layers of the target's sizes. Raises `ConfigurationError` for a configuration without such layers."""
-    most = int(config.max_position_embeddings)
-    own = layer_shape(config, most)
-    return DecoderShape(
-        hidden_size=own.hidden_size,
-        heads=own.heads,
-        kv_heads=own.kv_heads,
-        head_width=own.head_width,
-        intermediate_size=own.intermediate_size,
-        layers=layers,
-        norm_epsilon=own.norm_epsilon,
-        rope=RopeShape(own.rope_theta, most_positions=most),
-    )
 
 
 class TextWriter(Protocol):
@@ -199,7 +182,7 @@ class SingleProcess(ABC):
         name, command = chosen.name or self.directory.name, command_of(self.command, chosen)
         weights = weights_in_words(self.directory, chosen.quantization or own_quantization(self.directory))
         self.card = TrainingCard(name, command, self.device, notes, weights)
-        self.taps(), self.first_layers()  # what is refused is so before the target writes texts
+        self.taps(), self.first_layers(), self.shape()  # what is refused is so before the target writes texts
 
     @cached_property
     def target(self) -> StoredTarget:
@@ -220,6 +203,13 @@ class SingleProcess(ABC):
     @abstractmethod
     def first_layers(self) -> Sequence[int]:
         """The layers of the target that the draft begins as."""
+
+    @abstractmethod
+    def shape(self) -> FeatureShape | MaskedBlockShape:
+        """The sizes of the draft: those of the one that it begins as, or what the options make of the target's layers.
+
+        Raises `ConfigurationError`.
+        """
 
     @abstractmethod
     def train(self, texts: Texts) -> None:

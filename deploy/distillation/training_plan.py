@@ -230,18 +230,18 @@ def _training(options: DistillOptions, config: Any, size: TargetSize, target: Pa
         taps = options.taps or dspark.default_taps(count)
         blocks = BlockBatch(chosen.batch_rows, options.max_length, chosen.blocks)
         own = None if options.start is None else begun_card(options.start, MaskedBlockShape, config).shape
-        new = dspark.block_shape(config, chosen, len(taps))
-        return plan_block(size, own if isinstance(own, MaskedBlockShape) else new, blocks)
+        block = own if isinstance(own, MaskedBlockShape) else dspark.block_shape(config, chosen, len(taps))
+        return plan_block(size, block, blocks)
     chosen = eagle3.options([*needed, *head_words(options)])
     taps = options.taps or eagle3.default_taps(count)
-    shape = eagle3.shape_of(config, taps, is_normed=chosen.tap_norm == "each")
     length = -(-options.max_length // MULTIPLE) * MULTIPLE
     rows = max(1, chosen.batch_tokens // (length if chosen.pack else options.max_length))
-    vocabulary = min(chosen.vocabulary_size, size.vocabulary)
-    if options.start is not None:
-        card = begun_card(options.start, FeatureShape, config)
-        shape = card.shape if isinstance(card.shape, FeatureShape) else shape
-        vocabulary = card.vocabulary_size or size.vocabulary
+    card = None if options.start is None else begun_card(options.start, FeatureShape, config)
+    if card is not None and isinstance(card.shape, FeatureShape):
+        shape, vocabulary = card.shape, card.vocabulary_size or size.vocabulary
+    else:
+        shape = eagle3.shape_of(config, taps, is_normed=chosen.tap_norm == "each")
+        vocabulary = min(chosen.vocabulary_size, size.vocabulary)
     return plan_roll_outs(size, shape, RollOutBatch(rows, length, chosen.depths, vocabulary, chosen.pack))
 
 

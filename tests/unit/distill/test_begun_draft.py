@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.support.models.computed_states import ComputedStates
 from tests.unit.distill.training_folder import LAYERS, LENGTH, PROMPT, Folder
 from workers.distill.answers import Answer
 from workers.distill.eagle3.head import Eagle3Head
+from workers.distill.modules import module_plan
 from workers.distill.modules.tap_cache import TapCache, states_of
 from workers.distill.target_model import load_target
 from workers.model import kernel_handover
@@ -124,14 +126,30 @@ def test_a_draft_that_cannot_be_trained_further_is_refused(
     [
         (("--start-layers", "0,6"), r"--start-layers: \[0, 6\] is refused; it must have 2 numbers within 0 and 5"),
         (("--taps", "1,6"), r"--taps: \[1, 6\] is refused"),
+        (("--kv-heads", "4"), "--kv-heads: 4 is refused; it must divide 6"),
+        (("--mask-token", "1000"), "--mask-token: 1000 is refused; it must be within 0 and "),
     ],
 )
-def test_layers_that_the_target_lacks_are_refused_before_texts_are_written(
+def test_a_drafter_that_the_target_cannot_have_is_refused_before_texts_are_written(
     more: tuple[str, ...], message: str, directory: Path, tmp_path: Path
 ) -> None:
     folder = Folder("dspark", tmp_path / "folder", directory, ())
     with pytest.raises(ConfigurationError, match=message):
         dspark.Run(dspark.options(folder.words(*more)))
+
+
+@pytest.mark.parametrize("make", [dspark, eagle3])
+@pytest.mark.parametrize("lacks", ["intermediate_size", "max_position_embeddings"])
+def test_a_target_of_another_family_is_refused_before_texts_are_written(
+    make: ModuleType, lacks: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new draft has layers of the target's sizes, some of which other families do not have."""
+    config = {name: value for name, value in read_config(directory).to_dict().items() if name != lacks}
+    monkeypatch.setattr(single_process, "read_config", lambda _: SimpleNamespace(**config))
+    words = Folder(make.Run.command, tmp_path / "folder", directory, ()).words()
+
+    with pytest.raises(ConfigurationError, match=f"model type 'llama': its layers are unlike Llama's: .*{lacks}"):
+        make.Run(make.options(words))
 
 
 def test_a_draft_that_the_training_would_replace_is_refused(directory: Path, tmp_path: Path) -> None:
@@ -184,7 +202,7 @@ def test_a_head_goes_on_for_a_target_whose_layers_a_new_one_could_not_have(
     def refuse(*_: object) -> None:
         raise ConfigurationError("its layers are unlike Llama's")
 
-    monkeypatch.setattr(single_process, "layer_shape", refuse)
+    monkeypatch.setattr(module_plan, "layer_shape", refuse)
 
     folder = Folder("eagle3", tmp_path / "folder", directory, answers[:4])
     weights = folder.train("--start", str(tmp_path / "start"), "--precision", "float32", "--long-share", "0")

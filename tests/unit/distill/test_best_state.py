@@ -15,6 +15,7 @@ from deploy.distillation.single_process import SingleProcess, Texts
 from deploy.distillation.training_card import TrainingCard
 from workers.distill.device_training import Measured, State
 from workers.distill.peers import ALONE
+from workers.model.public_shapes import FeatureShape
 
 
 class Scripted:
@@ -48,6 +49,9 @@ class Process(SingleProcess):
 
     def first_layers(self) -> tuple[int, ...]:
         return ()
+
+    def shape(self) -> FeatureShape:
+        raise NotImplementedError
 
     def train(self, texts: Texts) -> None:
         """Do nothing."""

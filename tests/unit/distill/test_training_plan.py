@@ -18,6 +18,7 @@ from workers.distill.dspark.memory import BlockBatch, block_flops, block_memory,
 from workers.distill.dspark.module import SparkModule
 from workers.distill.eagle3.memory import head_size
 from workers.distill.memory import TargetSize
+from workers.distill.modules import module_plan
 from workers.distill.options import DistillOptions
 from workers.distill.seq2seq_data import is_encoder_decoder
 from workers.distill.student_pipeline import check_options
@@ -54,7 +55,7 @@ def begun(own: MaskedBlockShape | FeatureShape, rows: int, directory: Path) -> d
 
 
 def test_a_draft_that_is_trained_further_is_planned_with_its_own_sizes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     CONFIG.save_pretrained(tmp_path / "target")
     first = shape()
@@ -64,6 +65,7 @@ def test_a_draft_that_is_trained_further_is_planned_with_its_own_sizes(
 
     def planned(own: MaskedBlockShape | FeatureShape, rows: int) -> dict[str, Any]:
         given = begun(own, rows, tmp_path / type(own).__name__)
+        monkeypatch.setattr(module_plan, "layer_shape", None)  # calling it would be an error
         print_plan(DistillOptions(plan=True, json=True, max_length=64, **given), tmp_path / "target")
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found

@@ -19,6 +19,7 @@ from workers.model.draft_shapes import BlockShape, EagleShape, ExitShape, HeadsS
 from workers.model.drafting.block import BlockDrafter
 from workers.model.drafting.eagle import EagleHead
 from workers.model.drafting.files import read_trained, stored_tensors
+from workers.model.public_shapes import DecoderShape, RopeShape
 from workers.model.target_ends import (
     decoder_layer_count,
     decoder_vocabulary_size,
@@ -121,6 +122,25 @@ def layer_shape(config: Any, window: int) -> LayerShape:
         raise ConfigurationError(f"model type {config.model_type!r}: its layers are unlike Llama's: {error}") from None
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     return LayerShape(*sizes, inner, float(theta), float(getattr(config, "rms_norm_eps", 1e-5)), window)
+
+
+def layers_like(config: Any, layers: int) -> DecoderShape:
+    """Llama layers of the target's sizes. Raises `ConfigurationError` for a configuration without such layers."""
+    try:
+        most = int(config.max_position_embeddings)
+    except AttributeError as error:
+        raise ConfigurationError(f"model type {config.model_type!r}: its layers are unlike Llama's: {error}") from None
+    own = layer_shape(config, most)
+    return DecoderShape(
+        hidden_size=own.hidden_size,
+        heads=own.heads,
+        kv_heads=own.kv_heads,
+        head_width=own.head_width,
+        intermediate_size=own.intermediate_size,
+        layers=layers,
+        norm_epsilon=own.norm_epsilon,
+        rope=RopeShape(own.rope_theta, most_positions=most),
+    )
 
 
 def start_module(tapped: TappedModule, options: DistillOptions, target: Path, answers: Sequence[Answer]) -> str:
