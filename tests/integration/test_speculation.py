@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from cluster.core.config.sections import Configuration
 from cluster.core.request import SamplingParameters
-from cluster.wire.generation_client import GenerationClient
+from tests.soak.watch import rounds_without_drafter
 from tests.support.clusters.restartable_drafters import TIMEOUT_SECONDS, FullAnswer, SamplingCase, restartable_cluster
 from tests.support.clusters.tiny_cluster import tiny_cluster
 from tests.support.deadline import deadline
@@ -131,15 +130,6 @@ DRAFTING: list[dict[str, Any]] = [
     *({"method": method, "placement": "drafter", "controller": "off"} for method in ("recycling", "suffix")),
     *({"method": method, "placement": "drafter", "controller": "off"} for method in (*MODULES, *PUBLIC)),
 ]
-
-
-async def rounds_without_drafter(client: GenerationClient) -> float:
-    """The number of rounds in which drafts were missing because the drafter was gone."""
-    exposition, _ = await client.metrics()
-    (family,) = (
-        one for one in text_string_to_metric_families(exposition.decode()) if one.name == "pilotfish:drafter_fallback"
-    )
-    return sum(one.value for one in family.samples if one.labels.get("reason") in ("failed", "open"))
 
 
 @pytest.mark.parametrize("drafting", DRAFTING, ids=lambda drafting: " ".join(str(value) for value in drafting.values()))

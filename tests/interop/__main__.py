@@ -1,7 +1,7 @@
 """`make interop`: other engines, each in an environment of its own, with what Pilotfish gives them.
 
     python -m tests.interop [--only speculators,transformers,formats,vllm] [--model NAME] [--draft NAME]
-                            [--head DIRECTORY] [--head-name TEXT] [--drafted 5] [--max-tokens 96]
+                            [--head DIRECTORY] [--head-name TEXT] [--drafted 5] [--max-tokens 96] [--keep]
 
 The library `speculators` loads tiny drafts as training stores them (EAGLE-3, DSpark) and computes what Pilotfish
 computes, within 1e-5. It also writes the outputs again that are stored beside tests (P-EAGLE, DFlash, DFlash2, DSpark,
@@ -9,8 +9,9 @@ MTP), and so does `transformers` (DFlash), with which layers for multi-token pre
 `formats` is `python -m tests.interop.draft_formats`: each public format's distance from its oracle and tokens a step.
 vLLM for CPUs answers prompts greedily alone, with the drafts of `pilotfish drafter`, and with a
 drafter that is killed halfway. With `--head`, an EAGLE-3 head that `pilotfish distill --kind eagle3` has trained drafts
-in vLLM and here, and must bring as many tokens a step here; the result file has both, and `make pages` shows them.
-Prints a table of all checks. Exits with 1 if one failed.
+in vLLM and here, and must bring as many tokens a step here.
+Prints a table of all checks. Exits with 1 if one failed. With `--keep`, the formats and the rates of a head are also
+written to their result files, which `make pages` shows; else nothing in the tree is changed.
 """
 
 from __future__ import annotations
@@ -190,9 +191,9 @@ def check_transformers(options: argparse.Namespace) -> list[Check]:
     return rows
 
 
-def check_formats(_: argparse.Namespace) -> list[Check]:
-    """Whether each public format computes and accepts what its oracle does. Prints the table and keeps it."""
-    command = [sys.executable, "-m", "tests.interop.draft_formats"]
+def check_formats(options: argparse.Namespace) -> list[Check]:
+    """Whether each public format computes and accepts what its oracle does. Prints the table."""
+    command = [sys.executable, "-m", "tests.interop.draft_formats", *([] if options.keep else ["--check"])]
     status = subprocess.run(command, cwd=ROOT, check=False, timeout=6 * LONGEST_SECONDS).returncode
     return [("public formats: differences from oracles, tokens a step", status == 0, "see the table above")]
 
@@ -221,7 +222,7 @@ def check_vllm(options: argparse.Namespace) -> list[Check]:
         there = answer(python, token, chosen | {"drafted": options.drafted, "head": head})
         here = asyncio.run(own_answers(directory, head, options))
         rows += compared_heads(plain, there, here)
-        if all(holds for _, holds, _ in rows):
+        if options.keep and all(holds for _, holds, _ in rows):
             name, steps = options.head_name or options.head.name, (tokens_per_step(here), tokens_per_step(there))
             keep_rates(Rates(name, *steps, prompts=len(PROMPTS), drafted=options.drafted), versions_in(python))
     return rows
@@ -287,6 +288,7 @@ def main() -> None:
     parser.add_argument("--draft", default="smollm2-135m-draft", help="a draft model for it, as in draft.path")
     parser.add_argument("--head", type=Path, help="an EAGLE-3 head for it, which drafts in vLLM and here")
     parser.add_argument("--head-name", default="", help="what the result file calls the head")
+    parser.add_argument("--keep", action="store_true", help="write the result files that make pages shows")
     parser.add_argument("--drafted", type=int, default=5, help="tokens of a draft")
     parser.add_argument("--max-tokens", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv" / "interop")

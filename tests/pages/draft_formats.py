@@ -28,7 +28,7 @@ probabilities of Hydra and Medusa, 1e-4 of themselves; for logits of layers for 
 largest one besides). The table has the largest absolute difference of all cases. Oracles of ours share no code with
 the product and are written from what is published of a format. Where results of another library are stored, a
 `make*.py` beside them shows how they were made. `pytest FILE -k TEST` runs one row; `{command}` runs
-all and writes the table ({date}); `make interop` does so, too.
+all and writes the table ({date}); `make interop` runs all, too.
 
 Tokens per step: a tiny draft of each format is trained by its oracle on answers of a tiny target. It then drafts
 greedy chains for the same prompts here, in a cluster, and in a loop of drafting and verifying without a line of the
@@ -43,7 +43,7 @@ _REFUSALS = """
 5.24.0 write the stored outputs again, which must be the same within 1e-5. What is computed here is compared with
 modules of `transformers` 5.24.0 (`MtpModel`), too. `speculators` also reads drafts of EAGLE-3 and DSpark as training
 stores them: logits, the Markov head and confidences are the same within 1e-5. `make interop ARGS='--only formats'`
-makes the table above.
+prints the table above; with `--keep`, it writes it.
 
 With `--head DIRECTORY`, an EAGLE-3 head drafts chains of {drafted} tokens in vLLM and here, for {prompts} prompts that
 it was not trained on. Greedy texts are equal. `{command}`, {date}, {machine}; {versions}:

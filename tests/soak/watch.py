@@ -39,6 +39,18 @@ class Resident:
         return float(slope) * 3600
 
 
+async def rounds_without_drafter(client: GenerationClient) -> float:
+    """The number of rounds without drafts because a drafter's call failed or its circuit breaker was open.
+
+    Rounds in which it was only late or busy are left out.
+    """
+    exposition, _ = await client.metrics()
+    (family,) = (
+        one for one in text_string_to_metric_families(exposition.decode()) if one.name == "pilotfish:drafter_fallback"
+    )
+    return sum(one.value for one in family.samples if one.labels.get("reason") in ("failed", "open"))
+
+
 async def read_counts(client: GenerationClient) -> dict[str, float]:
     """Every metric except histogram buckets, summed over its labels."""
     exposition, _ = await client.metrics()
