@@ -9,7 +9,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 PAGE = Path(__file__).resolve().parents[2] / "BENCHMARKS.md"
-QUESTIONS = ("peers", "drafts", "batch", "prompts", "round", "memory", "faults", "translation", "device", "gpu")
+QUESTIONS = ("peers", "drafts", "batch", "round", "memory", "faults", "translation", "device", "gpu")
 _BEGIN, _END = "<!-- figures: {} -->", "<!-- end -->"
 
 Result = Mapping[str, Any]
