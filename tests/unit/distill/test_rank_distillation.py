@@ -182,7 +182,7 @@ def configured(command: Command, **changes: object) -> Configuration:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target__tensor_parallel": 4}, r"target\.tensor_parallel: needed a divisor of 3 key-value heads"),
+        ({"target__tensor_parallel": 5}, r"target\.tensor_parallel: needed a divisor of 2 key-value heads"),
         ({"target__tensor_parallel": 2, "target__span_nodes": True}, r"target\.span_nodes: true is refused"),
         ({"target__tensor_parallel": 2, "target__kv__pool_bytes": 1 << 50}, "memory of this machine: needed"),
     ],

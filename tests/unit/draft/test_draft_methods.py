@@ -22,7 +22,6 @@ from workers.serve.configuration import load_configuration
 
 UNRESTARTED = {
     "blockwise": "it drafts with the module of `heads`",
-    "mtp": "tests/chaos/test_killed_drafting_ranks.py kills ranks that draft with it",
     "none": "it drafts nothing",
     "prediction": "it drafts what a request predicts, and stores nothing else",
     "synthetic": "its drafts are accepted whatever the target decides",
