@@ -103,6 +103,7 @@ def test_decisions_are_those_of_the_reference(data: st.DataObject) -> None:
 SHARDS = [(0, 1700), (1700, 3400), (3400, 5000)]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, in the threads of ranks
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_shards_have_the_same_scores_and_tokens_and_merge_to_the_decision(data: st.DataObject) -> None:
