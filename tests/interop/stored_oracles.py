@@ -36,9 +36,9 @@ SPECULATORS = (
     StoredOracle("DSpark", "block/speculators/make.py", "block/speculators", ("dspark",)),
     StoredOracle("MTP", "mtp/speculators/make_mtp.py", "mtp/speculators"),
 )
-"""Those of the library `speculators`."""
+"""Drafts whose stored outputs the library `speculators` wrote."""
 TRANSFORMERS = (StoredOracle("DFlash", "block/dflash_of_transformers/make_dflash.py", "block/dflash_of_transformers"),)
-"""Those of `transformers`."""
+"""Drafts whose stored outputs `transformers` wrote."""
 
 
 def check_stored(

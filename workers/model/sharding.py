@@ -339,7 +339,7 @@ def _zeroes_padding(module: PreTrainedModel) -> bool:
 
 
 def rows_of_heads(count: int, heads: int, own: slice, share: Share, what: str) -> slice:
-    """Of the outputs or inputs of a layer, those of some of its heads. Raises `ConfigurationError`."""
+    """Keep the outputs or inputs of a layer that belong to some of its heads. Raises `ConfigurationError`."""
     if count % heads:
         raise ConfigurationError(
             f"target.tensor_parallel: {share.ranks} is refused: {what} has {count} outputs or inputs, which are no "

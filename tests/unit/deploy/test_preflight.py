@@ -211,7 +211,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_numbers_that_do(tmp
 
 
 def test_the_rank_with_most_heads_is_counted_where_ranks_share_a_kv_head(tmp_path: Path) -> None:
-    """Of four ranks, two have three of 14 query heads, and two have four; each has one of two KV heads whole."""
+    """Two of four ranks have three of 14 query heads, two have four; each has one of two KV heads whole."""
     directory = model_directory(tmp_path / "m", heads=14, kv_heads=2)
     layer = {"q_proj": (112, 112), "k_proj": (16, 112), "v_proj": (16, 112), "o_proj": (112, 112)}
     tensors = {f"model.layers.0.self_attn.{name}.weight": torch.zeros(shape) for name, shape in layer.items()}

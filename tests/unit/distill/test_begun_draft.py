@@ -196,7 +196,7 @@ def test_a_head_may_read_the_state_after_the_last_layer(
 def test_a_head_goes_on_for_a_target_whose_layers_a_new_one_could_not_have(
     directory: Path, tmp_path: Path, answers: tuple[Answer, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a mixture of experts alone, whose configuration has no size of a dense layer."""
+    """The configuration of a mixture of experts has no size of a dense layer."""
     write_head(tmp_path / "start", read_config(directory), (1, 2))
 
     def refuse(*_: object) -> None:

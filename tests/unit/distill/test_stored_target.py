@@ -374,7 +374,7 @@ def test_drafts_of_targets_of_any_depth_read_hidden_states_that_these_have(layer
 def test_the_card_says_how_the_target_of_the_command_has_its_weights(
     directory: Path, answers: Sequence[Answer], tmp_path: Path
 ) -> None:
-    """Its texts and hidden states are those of these weights."""
+    """The texts and hidden states belong to these weights."""
     run = make_run(directory, answers, tmp_path, "eagle3")
     assert run.card.weights == ""
     run.options.quantization = "int8"

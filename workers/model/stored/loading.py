@@ -210,7 +210,7 @@ class Division:
         return Cut(self._own.style(name) if outputs is None else None, self._share, self._heads, outputs)
 
     def sinks(self, count: int) -> slice:
-        """Those of `count` learned sinks that a rank has, one of each of its query heads."""
+        """The learned sinks of a rank's own query heads, out of `count` sinks of all heads."""
         return self._share.query_heads(count, self._heads[1])
 
     def count_heads(self, name: str, attention: nn.Module, layer: nn.Linear) -> None:

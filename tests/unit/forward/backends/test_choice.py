@@ -88,7 +88,7 @@ def test_a_backend_that_computes_the_same_as_the_reference_is_used_and_named(
 def test_a_rank_tells_the_others_that_a_backend_does_not_suit_it(
     suited: AttentionSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have more query heads of a KV head than they have, and they have begun to ask."""
+    """A rank may have more query heads of a KV head than the others, and refuse a backend that they accept."""
     told: list[int] = []
     monkeypatch.setattr(choice, "least_of_all_ranks", lambda number, _: told.append(number) or number)
     narrow = replace(reference().capabilities, most_heads_per_kv=1)
