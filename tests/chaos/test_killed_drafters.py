@@ -11,13 +11,19 @@ from pathlib import Path
 import pytest
 
 from cluster.wire.generation_client import GenerationClient
-from tests.chaos.test_killed_drafting_ranks import POLL_SECONDS, REQUESTS, SECONDS, Received, kill, processes
+from tests.chaos.test_killed_drafting_ranks import (
+    POLL_SECONDS,
+    REQUESTS,
+    SECONDS,
+    Received,
+    kill,
+    plain_answers,
+    processes,
+)
 from tests.soak.watch import rounds_without_drafter
-from tests.support.clusters.restartable_drafters import restartable_cluster
 from tests.support.deadline import deadline
 from tests.unit.draft.contract.methods import Directories, make_directories
 from tests.unit.draft.contract.test_ranks import configure
-from tests.unit.draft.contract.test_streams import answer
 
 pytestmark = pytest.mark.slow
 
@@ -35,12 +41,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
 @pytest.fixture(scope="module")
 def plain(directories: Directories) -> list[list[int]]:
     """The answers without drafts."""
-
-    async def decode() -> list[list[int]]:
-        async with restartable_cluster(configure("none", "drafter", directories, ranks=1)) as cluster:
-            return [list((await answer(cluster.client, message)).tokens) for message in REQUESTS]
-
-    return asyncio.run(decode())
+    return plain_answers(directories)
 
 
 async def read_all(client: GenerationClient) -> Received:

@@ -98,6 +98,16 @@ def kill(victim: Victim) -> None:
     process.wait(SECONDS)
 
 
+def plain_answers(directories: Directories) -> list[list[int]]:
+    """The answers to all requests, by one rank without drafts."""
+
+    async def decode() -> list[list[int]]:
+        async with restartable_cluster(configure("none", "drafter", directories, ranks=1)) as cluster:
+            return [list((await answer(cluster.client, message)).tokens) for message in REQUESTS]
+
+    return asyncio.run(decode())
+
+
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     """A target with a KV head for each rank."""
@@ -108,11 +118,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
 def plain(directories: Directories) -> list[list[int]]:
     """The answers of one rank without drafts, which is not killed."""
 
-    async def decode() -> list[list[int]]:
-        async with restartable_cluster(configure("none", "drafter", directories, ranks=1)) as cluster:
-            return [list((await answer(cluster.client, message)).tokens) for message in REQUESTS]
-
-    return asyncio.run(decode())
+    return plain_answers(directories)
 
 
 @pytest.mark.parametrize("name", METHODS)

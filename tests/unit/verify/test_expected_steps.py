@@ -1,4 +1,4 @@
-"""Which step is expected next, and when it is launched before its rows come."""
+"""Tests which step of a target is expected next, and when that step is launched before its rows come."""
 
 from __future__ import annotations
 
